@@ -1,0 +1,1 @@
+"""The event bus for Python programs whose data lives in PostgreSQL."""
