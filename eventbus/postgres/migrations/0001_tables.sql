@@ -1,0 +1,199 @@
+-- Tables of the storage engine. What happens per event is only inserted; see docs/storage-engine.md.
+
+-- One row: the state of the whole bus.
+CREATE TABLE {schema}.bus (
+    one boolean PRIMARY KEY DEFAULT true CHECK (one),
+    state text NOT NULL DEFAULT 'running' CHECK (state IN ('running', 'paused')),
+    reason text,
+    bindings_version bigint NOT NULL DEFAULT 1,
+    changed_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+INSERT INTO {schema}.bus DEFAULT VALUES;
+
+-- Every event, once. xid stands before id on purpose: defaults are evaluated in column order, so a transaction
+-- has its xid before it draws its first id, and the relay's position can bound ids by xids.
+CREATE TABLE {schema}.outbox (
+    xid xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id(),
+    id bigint GENERATED ALWAYS AS IDENTITY (CACHE 1) PRIMARY KEY,
+    published_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
+    event_id uuid NOT NULL,
+    size integer NOT NULL,
+    priority smallint NOT NULL DEFAULT 0,
+    topic text COLLATE "C" NOT NULL CHECK (pg_catalog.octet_length(topic) BETWEEN 1 AND 255),
+    key text COLLATE "C",
+    payload json NOT NULL,
+    headers json
+);
+CREATE INDEX outbox_xid_id ON {schema}.outbox (xid, id);
+CREATE INDEX outbox_event_id ON {schema}.outbox (event_id);
+
+-- Delayed events, written in the publisher's own transaction, moved to the outbox when they are due.
+CREATE TABLE {schema}.scheduled (
+    id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    due_at timestamptz NOT NULL,
+    created_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
+    event_id uuid NOT NULL,
+    size integer NOT NULL,
+    priority smallint NOT NULL DEFAULT 0,
+    topic text COLLATE "C" NOT NULL CHECK (pg_catalog.octet_length(topic) BETWEEN 1 AND 255),
+    key text COLLATE "C",
+    payload json NOT NULL,
+    headers json
+);
+CREATE INDEX scheduled_due ON {schema}.scheduled (due_at, id);
+CREATE INDEX scheduled_event_id ON {schema}.scheduled (event_id);
+
+-- The newest row is the relay's position.
+--   snapshot, next_xid, ids_upto: everything visible in the snapshot is relayed; a row with a higher xid than
+--     next_xid has a higher id than ids_upto.
+--   window_*: an unfinished difference towards window_snapshot; rows of it with id <= last_id are relayed.
+CREATE TABLE {schema}.ticks (
+    id bigint PRIMARY KEY,
+    snapshot pg_snapshot NOT NULL,
+    next_xid xid8 NOT NULL,
+    ids_upto bigint NOT NULL,
+    window_snapshot pg_snapshot,
+    window_next_xid xid8,
+    window_ids_upto bigint,
+    last_id bigint,
+    system_identifier bigint NOT NULL,
+    database_oid oid NOT NULL,
+    created_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
+    events integer NOT NULL DEFAULT 0,
+    deliveries integer NOT NULL DEFAULT 0,
+    fed integer[] NOT NULL DEFAULT '{}'
+);
+
+CREATE TABLE {schema}.queues (
+    id integer GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name text COLLATE "C" NOT NULL UNIQUE,
+    state text NOT NULL DEFAULT 'active' CHECK (state IN ('active', 'filling')),
+    lanes integer NOT NULL DEFAULT 1,
+    created_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp()
+);
+
+CREATE TABLE {schema}.bindings (
+    queue_id integer NOT NULL REFERENCES {schema}.queues ON DELETE CASCADE,
+    pattern text COLLATE "C" NOT NULL,
+    PRIMARY KEY (queue_id, pattern)
+);
+
+-- A topic is resolved into routes once per version of the bindings.
+CREATE TABLE {schema}.topics (
+    id integer GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    topic text COLLATE "C" NOT NULL UNIQUE,
+    bindings_version bigint NOT NULL,
+    fanout integer NOT NULL,
+    unrouted bigint NOT NULL DEFAULT 0,
+    first_seen_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp()
+);
+
+CREATE TABLE {schema}.routes (
+    topic_id integer NOT NULL REFERENCES {schema}.topics ON DELETE CASCADE,
+    queue_id integer NOT NULL REFERENCES {schema}.queues ON DELETE CASCADE,
+    PRIMARY KEY (topic_id, queue_id)
+);
+CREATE INDEX routes_queue ON {schema}.routes (queue_id);
+
+CREATE TABLE {schema}.deliveries (
+    seq bigint NOT NULL,
+    outbox_id bigint NOT NULL,
+    queue_id integer NOT NULL,
+    lane integer NOT NULL,
+    replay_id integer NOT NULL DEFAULT 0,
+    PRIMARY KEY (queue_id, lane, seq)
+);
+-- Finds the deliveries of one event (eventbus explain). Ids almost ascend, so ranges of blocks suffice.
+CREATE INDEX deliveries_outbox ON {schema}.deliveries USING brin (outbox_id)
+    WITH (pages_per_range = 32, autosummarize = on);
+
+CREATE TABLE {schema}.workers (
+    id uuid PRIMARY KEY,
+    state text NOT NULL DEFAULT 'live' CHECK (state IN ('live', 'dead')),
+    host text NOT NULL,
+    pid integer NOT NULL,
+    started_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
+    heartbeat_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
+    open_from bigint NOT NULL DEFAULT 0,
+    started json NOT NULL DEFAULT '{}'
+) WITH (fillfactor = 50);
+
+-- A range of one lane, leased. The newest hi is the lane's position.
+CREATE TABLE {schema}.claims (
+    id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    token uuid NOT NULL,
+    worker_id uuid NOT NULL,
+    lo bigint NOT NULL,
+    hi bigint NOT NULL,
+    queue_id integer NOT NULL,
+    lane integer NOT NULL,
+    claimed_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
+    UNIQUE (queue_id, lane, lo),
+    CHECK (hi >= lo)
+);
+CREATE INDEX claims_worker ON {schema}.claims (worker_id, id);
+
+-- What became of single deliveries of a claim before the claim as a whole was settled.
+CREATE TABLE {schema}.progress (
+    claim_id bigint NOT NULL,
+    seq bigint NOT NULL,
+    outcome text NOT NULL CHECK (outcome IN ('done', 'retry', 'dead', 'released', 'lost')),
+    PRIMARY KEY (claim_id, seq)
+);
+
+CREATE TABLE {schema}.settlements (
+    claim_id bigint PRIMARY KEY REFERENCES {schema}.claims,
+    kind text NOT NULL CHECK (kind IN ('settled', 'lost')),
+    settled_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp()
+);
+
+-- Deliveries that left the happy path. A row with range_hi stands for seq..range_hi, none of which ever started.
+CREATE TABLE {schema}.exceptions (
+    id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    due_at timestamptz NOT NULL,
+    seq bigint NOT NULL,
+    range_hi bigint,
+    outbox_id bigint,
+    queue_id integer NOT NULL,
+    lane integer NOT NULL,
+    replay_id integer NOT NULL DEFAULT 0,
+    attempts integer NOT NULL DEFAULT 0,
+    crashes integer NOT NULL DEFAULT 0,
+    state text NOT NULL DEFAULT 'waiting' CHECK (state IN ('waiting', 'parked', 'claimed')),
+    key text COLLATE "C",
+    token uuid,
+    worker_id uuid,
+    created_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
+    first_error json,
+    last_error json,
+    CHECK ((state = 'claimed') = (token IS NOT NULL AND worker_id IS NOT NULL)),
+    CHECK ((range_hi IS NULL) = (outbox_id IS NOT NULL)),
+    CHECK (range_hi >= seq)
+) WITH (fillfactor = 75);
+CREATE INDEX exceptions_due ON {schema}.exceptions (queue_id, due_at, id) WHERE state = 'waiting' AND crashes = 0;
+CREATE INDEX exceptions_crashed ON {schema}.exceptions (queue_id, due_at, id) WHERE state = 'waiting' AND crashes > 0;
+CREATE INDEX exceptions_worker ON {schema}.exceptions (worker_id, id) WHERE state = 'claimed';
+
+-- Deliveries that gave up, each with its whole event.
+CREATE TABLE {schema}.dead_letters (
+    id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    died_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
+    published_at timestamptz,
+    queue_id integer NOT NULL REFERENCES {schema}.queues ON DELETE CASCADE,
+    lane integer NOT NULL,
+    seq bigint NOT NULL,
+    outbox_id bigint NOT NULL,
+    replay_id integer NOT NULL DEFAULT 0,
+    attempts integer NOT NULL,
+    crashes integer NOT NULL,
+    event_id uuid,
+    topic text COLLATE "C",
+    key text COLLATE "C",
+    payload json,
+    headers json,
+    reason text NOT NULL,
+    first_error json,
+    last_error json
+);
+CREATE INDEX dead_letters_queue ON {schema}.dead_letters (queue_id, id);
+CREATE INDEX dead_letters_event ON {schema}.dead_letters (event_id);

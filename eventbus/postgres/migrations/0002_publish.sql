@@ -1,0 +1,92 @@
+-- Publishing: the wake-up of a sleeping relay, and publish() for triggers and other languages.
+
+-- Advisory locks are one bigint hashed from the schema's oid, so that neither the application's own locks nor a
+-- second bus in this database collide with ours.
+CREATE FUNCTION {schema}.lock_key(kind text, queue_id integer DEFAULT 0, lane integer DEFAULT 0)
+RETURNS bigint LANGUAGE sql STABLE PARALLEL SAFE
+RETURN pg_catalog.hashtextextended(
+    pg_catalog.format('eventbus %s %s %s %s',
+        pg_catalog.to_regnamespace('{schema}')::oid, kind, queue_id, lane), 0);
+
+-- 1: a relay sleeps and asks to be notified. 0: a relay is at work. A sequence, because its value is not MVCC:
+-- a REPEATABLE READ publisher reads it fresh, and writing it leaves no dead rows.
+CREATE SEQUENCE {schema}.relay_sleep MINVALUE 0 START 0 NO CYCLE;
+
+CREATE FUNCTION {schema}.wake_relay() RETURNS trigger
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    IF (SELECT s.last_value FROM {schema}.relay_sleep s) = 1 THEN
+        PERFORM pg_notify('{name}.relay', '');
+    END IF;
+    RETURN NULL;
+END
+$body$;
+
+CREATE TRIGGER wake_relay AFTER INSERT ON {schema}.outbox
+    FOR EACH STATEMENT EXECUTE FUNCTION {schema}.wake_relay();
+CREATE TRIGGER wake_relay AFTER INSERT ON {schema}.scheduled
+    FOR EACH STATEMENT EXECUTE FUNCTION {schema}.wake_relay();
+
+-- UUIDv7 (RFC 9562): 48 bits of milliseconds, version, 74 random bits.
+CREATE FUNCTION {schema}.new_event_id() RETURNS uuid
+LANGUAGE sql VOLATILE PARALLEL SAFE
+RETURN pg_catalog.encode(
+    pg_catalog.set_byte(
+        pg_catalog.overlay(
+            pg_catalog.uuid_send(pg_catalog.gen_random_uuid()),
+            pg_catalog.substring(
+                pg_catalog.int8send((EXTRACT(EPOCH FROM pg_catalog.clock_timestamp()) * 1000)::bigint), 3),
+            1, 6),
+        6,
+        (pg_catalog.get_byte(pg_catalog.uuid_send(pg_catalog.gen_random_uuid()), 6) & 15) | 112),
+    'hex')::uuid;
+
+-- Publishes one event in the caller's transaction and returns its id. A delay makes it due that long after now,
+-- by the database's clock. Refuses what the Python side refuses: bad topics, keys and headers.
+CREATE FUNCTION {schema}.publish(
+    topic text,
+    payload json,
+    key text DEFAULT NULL,
+    headers json DEFAULT NULL,
+    delay interval DEFAULT NULL,
+    event_id uuid DEFAULT NULL
+) RETURNS uuid
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    v_id uuid := coalesce(publish.event_id, {schema}.new_event_id());
+    v_size integer := octet_length(publish.payload::text);
+BEGIN
+    IF publish.topic IS NULL OR publish.topic !~ '^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*$'
+       OR octet_length(publish.topic) > 255 THEN
+        RAISE invalid_parameter_value USING MESSAGE = format(
+            'eventbus: invalid topic %L: use 1 to 255 ASCII letters, digits, _ or -, in words joined by single dots',
+            left(publish.topic, 300));
+    END IF;
+    IF publish.payload IS NULL THEN
+        RAISE invalid_parameter_value USING MESSAGE = 'eventbus: the payload is NULL: pass ''null''::json for no data';
+    END IF;
+    IF publish.key IS NOT NULL AND octet_length(publish.key) NOT BETWEEN 1 AND 512 THEN
+        RAISE invalid_parameter_value USING MESSAGE = 'eventbus: a key is 1 to 512 bytes of text';
+    END IF;
+    IF publish.headers IS NOT NULL THEN
+        IF json_typeof(publish.headers) <> 'object' THEN
+            RAISE invalid_parameter_value USING MESSAGE = 'eventbus: headers are a JSON object of strings';
+        END IF;
+        PERFORM 1 FROM json_each(publish.headers) h
+            WHERE json_typeof(h.value) <> 'string' OR h.key !~ '^[a-z0-9][a-z0-9._-]{0,127}$';
+        IF FOUND THEN
+            RAISE invalid_parameter_value USING MESSAGE =
+                'eventbus: header names are lower-case letters, digits, . _ or -, and their values are strings';
+        END IF;
+    END IF;
+    IF publish.delay IS NULL THEN
+        INSERT INTO {schema}.outbox (event_id, topic, key, payload, headers, size)
+        VALUES (v_id, publish.topic, publish.key, publish.payload, publish.headers, v_size);
+    ELSE
+        INSERT INTO {schema}.scheduled (due_at, event_id, topic, key, payload, headers, size)
+        VALUES (clock_timestamp() + publish.delay, v_id, publish.topic, publish.key, publish.payload,
+                publish.headers, v_size);
+    END IF;
+    RETURN v_id;
+END
+$body$;

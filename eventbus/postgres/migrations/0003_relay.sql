@@ -1,0 +1,296 @@
+-- The relay: from committed outbox rows to one numbered sequence of deliveries per queue.
+
+-- Which database this is. A dump restored elsewhere, or a copy made with a template, shows another identity.
+CREATE FUNCTION {schema}.identity(OUT system_identifier bigint, OUT database_oid oid)
+LANGUAGE sql STABLE
+BEGIN ATOMIC
+    SELECT c.system_identifier, d.oid
+    FROM pg_catalog.pg_control_system() c, pg_catalog.pg_database d
+    WHERE d.datname = pg_catalog.current_database();
+END;
+
+-- Position zero: nothing is relayed. Every row has an id above 0, so the snapshot does not matter.
+INSERT INTO {schema}.ticks (id, snapshot, next_xid, ids_upto, system_identifier, database_oid)
+SELECT 1, pg_catalog.pg_current_snapshot(), pg_catalog.pg_current_xact_id(), 0, i.system_identifier, i.database_oid
+FROM {schema}.identity() i;
+
+CREATE FUNCTION {schema}.require_read_committed() RETURNS void
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE invalid_transaction_state USING MESSAGE =
+            'eventbus: the engine needs READ COMMITTED: it reads in new statements after it has locked';
+    END IF;
+END
+$body$;
+
+-- Relays the next rows, at most p_limit deliveries (at least one event). The first thing its transaction writes.
+--
+-- state     'busy': another relay is at it. 'paused': see `eventbus resume`. 'foreign': restored elsewhere, attach
+--           first. 'idle': nothing fresh. 'unknown': resolve() the topics first. 'ticked': wrote a tick.
+-- more      fresh rows were left for the next tick
+-- fed       queue numbers that got something
+-- due_in    seconds until the next scheduled event (at or after p_due_from), null without one
+--
+-- Fresh, relative to the position S (snapshot, next_xid, ids_upto) and a new snapshot W:
+--   a) id > ids_upto and visible in W: cannot be visible in S, whose rows all have lower ids;
+--   b) id <= ids_upto, visible in W, not in S: its transaction was in progress at S, so its xid is one of S's
+--      in-progress ones or lies between S's xmax and next_xid.
+-- Both are merged by id before the limit, so that one last_id serves as position inside an open window.
+CREATE FUNCTION {schema}.tick(
+    p_limit integer,
+    p_due_from timestamptz DEFAULT '-infinity',
+    OUT state text, OUT more boolean, OUT events integer, OUT deliveries integer,
+    OUT fed integer[], OUT unknown text[], OUT due_in double precision
+)
+LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog, pg_temp
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
+DECLARE
+    t {schema}.ticks%ROWTYPE;
+    v_here record;
+    v_bus record;
+    v_new boolean;
+    v_window pg_snapshot;
+    v_upto bigint;
+    v_last bigint;
+    v_next xid8;
+    v_fresh integer;
+    v_taken_upto bigint;
+BEGIN
+    more := false; events := 0; deliveries := 0; fed := '{}'; unknown := '{}';
+    IF pg_current_xact_id_if_assigned() IS NOT NULL THEN
+        RAISE invalid_transaction_state USING MESSAGE = 'eventbus: a tick must be the first write of its transaction';
+    END IF;
+    PERFORM {schema}.require_read_committed();
+    IF NOT pg_try_advisory_xact_lock({schema}.lock_key('tick')) THEN
+        state := 'busy';
+        RETURN;
+    END IF;
+    SELECT b.state, b.bindings_version INTO STRICT v_bus FROM {schema}.bus b;
+    IF v_bus.state = 'paused' THEN
+        state := 'paused';
+        RETURN;
+    END IF;
+    SELECT * INTO STRICT t FROM {schema}.ticks ORDER BY id DESC LIMIT 1;
+    SELECT * INTO STRICT v_here FROM {schema}.identity();
+    v_new := t.window_snapshot IS NULL;
+    v_window := pg_current_snapshot();
+    IF (t.system_identifier, t.database_oid) <> (v_here.system_identifier, v_here.database_oid)
+       OR pg_snapshot_xmax(coalesce(t.window_snapshot, t.snapshot)) > pg_snapshot_xmax(v_window) THEN
+        state := 'foreign';
+        RETURN;
+    END IF;
+    PERFORM set_config('synchronous_commit', 'off', true);
+    IF v_new THEN
+        SELECT CASE WHEN s.is_called THEN s.last_value ELSE 0 END INTO v_upto FROM {schema}.outbox_id_seq s;
+        v_last := 0;
+    ELSE
+        v_window := t.window_snapshot;
+        v_upto := t.window_ids_upto;
+        v_last := t.last_id;
+    END IF;
+
+    WITH RECURSIVE later (xid) AS (
+        (SELECT o.xid FROM {schema}.outbox o
+         WHERE v_last < t.ids_upto AND o.xid >= pg_snapshot_xmax(t.snapshot) AND o.xid <= t.next_xid
+         ORDER BY o.xid LIMIT 1)
+        UNION ALL
+        SELECT (SELECT o.xid FROM {schema}.outbox o WHERE o.xid > l.xid AND o.xid <= t.next_xid
+                ORDER BY o.xid LIMIT 1)
+        FROM later l WHERE l.xid IS NOT NULL
+    ), straggling AS (
+        SELECT x.xid FROM (
+            SELECT pg_snapshot_xip(t.snapshot) WHERE v_last < t.ids_upto
+            UNION ALL SELECT l.xid FROM later l WHERE l.xid IS NOT NULL
+        ) x (xid)
+        WHERE pg_visible_in_snapshot(x.xid, v_window)
+    ), fresh AS MATERIALIZED (
+        SELECT u.id, u.topic FROM (
+            (SELECT o.id, o.topic FROM {schema}.outbox o
+             WHERE o.id > greatest(v_last, t.ids_upto) AND o.id <= v_upto
+               AND pg_visible_in_snapshot(o.xid, v_window)
+             ORDER BY o.id LIMIT p_limit)
+            UNION ALL
+            (SELECT o.id, o.topic FROM straggling x CROSS JOIN LATERAL (
+                SELECT o.id, o.topic FROM {schema}.outbox o
+                WHERE o.xid = x.xid AND o.id > v_last AND o.id <= t.ids_upto
+                ORDER BY o.id LIMIT p_limit) o)
+        ) u
+        ORDER BY u.id LIMIT p_limit
+    ), resolved AS MATERIALIZED (
+        SELECT f.id, f.topic, p.id AS topic_id, p.fanout,
+               row_number() OVER upto AS n,
+               sum(coalesce(p.fanout, 0)) OVER upto AS copies,
+               bool_or(p.id IS NULL) OVER upto AS blocked
+        FROM fresh f
+        LEFT JOIN {schema}.topics p ON p.topic = f.topic AND p.bindings_version = v_bus.bindings_version
+        WINDOW upto AS (ORDER BY f.id ROWS UNBOUNDED PRECEDING)
+    ), taken AS MATERIALIZED (
+        SELECT r.id, r.topic_id, r.fanout FROM resolved r WHERE NOT r.blocked AND (r.copies <= p_limit OR r.n = 1)
+    ), copies AS MATERIALIZED (
+        SELECT r.queue_id, k.id, row_number() OVER (PARTITION BY r.queue_id ORDER BY k.id) AS n
+        FROM taken k JOIN {schema}.routes r ON r.topic_id = k.topic_id
+    ), newest AS MATERIALIZED (
+        SELECT q.queue_id, coalesce((
+            SELECT d.seq FROM {schema}.deliveries d WHERE d.queue_id = q.queue_id AND d.lane = 0
+            ORDER BY d.seq DESC LIMIT 1), 0) AS seq
+        FROM (SELECT DISTINCT c.queue_id FROM copies c) q
+    ), appended AS (
+        INSERT INTO {schema}.deliveries (queue_id, lane, seq, outbox_id)
+        SELECT c.queue_id, 0, w.seq + c.n, c.id
+        FROM copies c JOIN newest w ON w.queue_id = c.queue_id
+        ORDER BY c.queue_id, c.n
+        RETURNING 1
+    ), counted AS (
+        UPDATE {schema}.topics p SET unrouted = p.unrouted + k.n
+        FROM (SELECT k.topic_id, count(*) AS n FROM taken k WHERE k.fanout = 0 GROUP BY k.topic_id) k
+        WHERE p.id = k.topic_id
+    )
+    SELECT (SELECT count(*) FROM fresh), (SELECT count(*) FROM taken), (SELECT max(k.id) FROM taken k),
+           (SELECT count(*) FROM appended),
+           ARRAY(SELECT w.queue_id FROM newest w ORDER BY w.queue_id),
+           ARRAY(SELECT DISTINCT r.topic FROM resolved r WHERE r.topic_id IS NULL ORDER BY r.topic LIMIT 1000)
+    INTO v_fresh, events, v_taken_upto, deliveries, fed, unknown;
+
+    IF events = 0 AND (v_fresh > 0 OR v_new) THEN
+        state := CASE WHEN v_fresh > 0 THEN 'unknown' ELSE 'idle' END;
+        due_in := {schema}.next_due(p_due_from);
+        RETURN;
+    END IF;
+    IF (SELECT s.last_value FROM {schema}.relay_sleep s) = 1 THEN
+        PERFORM setval('{schema}.relay_sleep'::regclass, 0);
+    END IF;
+    v_next := CASE WHEN v_new THEN pg_current_xact_id() ELSE t.window_next_xid END;
+    IF events = v_fresh AND v_fresh < p_limit THEN
+        INSERT INTO {schema}.ticks (id, snapshot, next_xid, ids_upto, system_identifier, database_oid,
+                                    events, deliveries, fed)
+        VALUES (t.id + 1, v_window, v_next, v_upto, t.system_identifier, t.database_oid, events, deliveries, fed);
+    ELSE
+        more := true;
+        INSERT INTO {schema}.ticks (id, snapshot, next_xid, ids_upto, window_snapshot, window_next_xid,
+                                    window_ids_upto, last_id, system_identifier, database_oid,
+                                    events, deliveries, fed)
+        VALUES (t.id + 1, t.snapshot, t.next_xid, t.ids_upto, v_window, v_next, v_upto, v_taken_upto,
+                t.system_identifier, t.database_oid, events, deliveries, fed);
+    END IF;
+    IF cardinality(fed) > 0 THEN
+        PERFORM pg_notify('{name}.work', CASE
+            WHEN octet_length(array_to_string(fed, ',')) <= 1000 THEN array_to_string(fed, ',') ELSE '*' END);
+    END IF;
+    state := 'ticked';
+    due_in := {schema}.next_due(p_due_from);
+END
+$body$;
+
+-- Seconds until the first scheduled event at or after p_from is due; null without one.
+CREATE FUNCTION {schema}.next_due(p_from timestamptz) RETURNS double precision
+LANGUAGE sql STABLE
+BEGIN ATOMIC
+    SELECT EXTRACT(EPOCH FROM s.due_at - pg_catalog.clock_timestamp())::double precision
+    FROM {schema}.scheduled s WHERE s.due_at >= p_from
+    ORDER BY s.due_at, s.id LIMIT 1;
+END;
+
+-- Says that a relay goes to sleep. True when a publisher is in the middle of a transaction that may have seen the
+-- relay awake: it holds a lock on the outbox, will not notify, and must be polled for.
+CREATE FUNCTION {schema}.fall_asleep() RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    PERFORM set_config('synchronous_commit', 'off', true);
+    IF (SELECT s.last_value FROM {schema}.relay_sleep s) <> 1 THEN
+        PERFORM setval('{schema}.relay_sleep'::regclass, 1);
+    END IF;
+    RETURN EXISTS (
+        SELECT 1 FROM pg_locks l
+        WHERE l.locktype = 'relation' AND l.mode = 'RowExclusiveLock' AND l.pid IS DISTINCT FROM pg_backend_pid()
+          AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
+          AND l.relation IN ('{schema}.outbox'::regclass,
+                             '{schema}.scheduled'::regclass));
+END
+$body$;
+
+-- Moves due scheduled events to the outbox, at most p_limit, oldest first. Returns how many, and the due time of
+-- the last one as a cursor: the low end of the table is where the dead rows are.
+CREATE FUNCTION {schema}.fire_due(p_limit integer, p_from timestamptz,
+                                  OUT fired integer, OUT upto timestamptz)
+LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET jit = off AS $body$
+BEGIN
+    WITH due AS MATERIALIZED (
+        SELECT s.id, s.due_at FROM {schema}.scheduled s
+        WHERE s.due_at >= p_from AND s.due_at <= clock_timestamp()
+        ORDER BY s.due_at, s.id LIMIT p_limit FOR UPDATE SKIP LOCKED
+    ), gone AS (
+        DELETE FROM {schema}.scheduled s USING due d WHERE s.id = d.id RETURNING s.*
+    ), published AS (
+        INSERT INTO {schema}.outbox (event_id, topic, key, priority, payload, headers, size)
+        SELECT g.event_id, g.topic, g.key, g.priority, g.payload, g.headers, g.size
+        FROM gone g ORDER BY g.due_at, g.id
+        RETURNING 1
+    )
+    SELECT (SELECT count(*) FROM published), (SELECT max(d.due_at) FROM due d) INTO fired, upto;
+END
+$body$;
+
+-- Creates or changes queues: [{"name": ..., "patterns": [...]}]. The last declaration of a name wins. A new queue
+-- gets what is relayed from now on. Returns the number of each.
+CREATE FUNCTION {schema}.declare_queues(p_queues json) RETURNS TABLE (name text, id integer)
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    PERFORM {schema}.require_read_committed();
+    PERFORM pg_advisory_xact_lock({schema}.lock_key('tick'));
+    WITH wanted AS MATERIALIZED (
+        SELECT r.name AS queue, p.pattern
+        FROM json_to_recordset(p_queues) AS r (name text, patterns json),
+             json_array_elements_text(r.patterns) AS p (pattern)
+    )
+    INSERT INTO {schema}.queues (name) SELECT DISTINCT w.queue FROM wanted w ORDER BY w.queue
+    ON CONFLICT DO NOTHING;
+    WITH wanted AS MATERIALIZED (
+        SELECT q.id AS queue_id, p.pattern
+        FROM json_to_recordset(p_queues) AS r (name text, patterns json)
+        JOIN {schema}.queues q ON q.name = r.name,
+             json_array_elements_text(r.patterns) AS p (pattern)
+    ), removed AS (
+        DELETE FROM {schema}.bindings b
+        WHERE b.queue_id IN (SELECT w.queue_id FROM wanted w)
+          AND NOT EXISTS (SELECT 1 FROM wanted w WHERE w.queue_id = b.queue_id AND w.pattern = b.pattern)
+        RETURNING 1
+    ), added AS (
+        INSERT INTO {schema}.bindings (queue_id, pattern) SELECT DISTINCT w.queue_id, w.pattern FROM wanted w
+        ON CONFLICT DO NOTHING
+        RETURNING 1
+    )
+    UPDATE {schema}.bus SET bindings_version = bindings_version + 1
+    WHERE (SELECT count(*) FROM removed) + (SELECT count(*) FROM added) > 0;
+    RETURN QUERY SELECT q.name, q.id FROM {schema}.queues q
+        WHERE q.name IN (SELECT r.name FROM json_to_recordset(p_queues) AS r (name text));
+END
+$body$;
+
+-- Stores where topics go: {"topic": [queue numbers]}, computed from the bindings of p_version. False, and nothing
+-- stored, when the bindings have changed since: compute again.
+CREATE FUNCTION {schema}.resolve_topics(p_version bigint, p_routes json) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    PERFORM {schema}.require_read_committed();
+    PERFORM pg_advisory_xact_lock({schema}.lock_key('tick'));
+    PERFORM 1 FROM {schema}.bus b WHERE b.bindings_version = p_version;
+    IF NOT FOUND THEN
+        RETURN false;
+    END IF;
+    INSERT INTO {schema}.topics (topic, bindings_version, fanout)
+    SELECT r.key, p_version, json_array_length(r.value) FROM json_each(p_routes) r ORDER BY r.key
+    ON CONFLICT (topic) DO UPDATE SET bindings_version = excluded.bindings_version, fanout = excluded.fanout;
+    DELETE FROM {schema}.routes o USING {schema}.topics t, json_object_keys(p_routes) k (topic)
+    WHERE o.topic_id = t.id AND t.topic = k.topic;
+    INSERT INTO {schema}.routes (topic_id, queue_id)
+    SELECT t.id, q.queue_id::integer
+    FROM json_each(p_routes) r
+    JOIN {schema}.topics t ON t.topic = r.key,
+    json_array_elements_text(r.value) AS q (queue_id);
+    RETURN true;
+END
+$body$;
