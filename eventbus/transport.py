@@ -1,13 +1,18 @@
-"""The values that travel between the stations of the line: what was claimed, and what became of it.
+"""The seam between the line and the storage engine: the values that cross it, and what an engine must do.
 
-Before it: the storage engine hands out claims. After it: the consumer turns each delivery into an outcome and
-the engine settles it. Users meet three of the outcomes as return values of a handler: :class:`Retry`,
-:class:`Discard` and :class:`DeadLetter`.
+Before it: publishing has committed events. After it: the relay moves them into queues, the consumer claims, handles
+and settles them. Users meet three of the outcomes as return values of a handler: :class:`Retry`, :class:`Discard`
+and :class:`DeadLetter`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+from uuid import UUID
+
+from eventbus.event import Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +51,152 @@ class Released:
 
 
 Outcome = Done | Retry | Discard | DeadLetter | Released
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """An outcome as the engine stores it. ``delay`` in seconds; ``error`` is the failure as JSON types."""
+
+    outcome: Literal["done", "retry", "dead", "released"]
+    delay: float = 0.0
+    reason: str | None = None
+    error: Mapping[str, Any] | None = None
+
+
+DONE = Verdict("done")
+RELEASED = Verdict("released")
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What a worker holds and must settle: a range of one lane, or (with ``exception_id``) one exception."""
+
+    queue_id: int
+    token: UUID
+    opened_at: float
+    """Monotonic seconds."""
+    claim_id: int = 0
+    lo: int = 0
+    hi: int = 0
+    exception_id: int = 0
+    crashes: int = 0
+    size: int = 0
+    """Payload bytes in memory."""
+    unfinished: int = 0
+    started: int = 0
+    """Highest seq whose handler was started; ``lo - 1`` before the first."""
+    done: list[int] = field(default_factory=list)
+    """Finished seqs that the engine has not been told of."""
+    verdicts: list[tuple[int, Verdict]] = field(default_factory=list)
+    """Everything but done, by seq, that the engine has not been told of."""
+    dropped: bool = False
+    """The worker lost it; whatever its handlers return is discarded."""
+
+
+class Delivery:
+    """One event on its way to one handler call."""
+
+    __slots__ = ("event", "lease", "seq")
+
+    def __init__(self, event: Event | None, lease: Lease, seq: int) -> None:
+        self.event = event
+        """``None`` when the outbox no longer has the event; settles as a dead letter."""
+        self.lease = lease
+        self.seq = seq
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """What one claim brought: deliveries per queue, and the queues that another worker was claiming from."""
+
+    deliveries: Mapping[int, Sequence[Delivery]]
+    busy: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """When the next exceptions of a queue are due, in seconds from now; ``None`` when none waits."""
+
+    due_in: float | None
+    crashed_in: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedDue:
+    """Exceptions that were due, and what comes next in each queue that was looked at."""
+
+    deliveries: Mapping[int, Sequence[Delivery]]
+    next: Mapping[int, Due]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """What one step of the relay did; the fields are those of the engine's ``tick`` function."""
+
+    state: Literal["busy", "paused", "foreign", "idle", "unknown", "ticked"]
+    more: bool
+    events: int
+    deliveries: int
+    fed: Sequence[int]
+    unknown: Sequence[str]
+    due_in: float | None
+
+
+class RelayEngine(Protocol):
+    """What the relay needs. Every call raises :class:`eventbus.errors.Unavailable` when the database is away."""
+
+    async def tick(self, limit: int) -> Tick:
+        """Relay at most ``limit`` deliveries (at least one event). Atomic; a crash loses nothing."""
+
+    async def bindings(self) -> tuple[int, Sequence[tuple[int, str]]]:
+        """The version of the bindings, and (queue number, pattern) of each."""
+
+    async def resolve(self, version: int, routes: Mapping[str, Sequence[int]]) -> bool:
+        """Store where topics go; false, and nothing stored, when the bindings are newer than ``version``."""
+
+    async def fall_asleep(self) -> bool:
+        """Ask publishers to wake us; true when one is in the middle of a transaction and may not."""
+
+    async def fire_due(self, limit: int) -> int:
+        """Move due scheduled events to the outbox; returns how many."""
+
+    async def attach(self) -> str:
+        """After a restore: take a new position. ``attached``, ``resumed`` or ``paused``."""
+
+    async def recover(self) -> None:
+        """Wait, with back-off, until the database can be reached again."""
+
+
+class ConsumerEngine(Protocol):
+    """What the consumer needs. Every call raises :class:`eventbus.errors.Unavailable` when the database is away.
+
+    :class:`LeaseLost` says that other workers took this one over: forget everything and ``register`` again.
+    """
+
+    async def register(self) -> None:
+        """Become a live worker under a new incarnation id."""
+
+    async def unregister(self) -> None:
+        """Leave. What is still held comes back as crashed."""
+
+    async def claim(self, rooms: Mapping[int, int], max_bytes: int) -> Claimed:
+        """Claim the next range of each queue, at most ``rooms[queue]`` events each."""
+
+    async def claim_due(self, rooms: Mapping[int, int], max_bytes: int, *, alone: bool) -> ClaimedDue:
+        """Claim exceptions that are due. ``alone``: one that was running when a worker died, nothing else."""
+
+    async def settle(self, leases: Sequence[Lease]) -> Sequence[Lease]:
+        """Settle finished leases; returns those that were lost, of which nothing was written."""
+
+    async def record_progress(self, lease: Lease) -> bool:
+        """Tell the engine of ``lease.done`` and ``lease.verdicts`` and empty them; false when the lease was lost."""
+
+    async def release_unknown(self, known: Sequence[Lease]) -> int:
+        """Give back what the database says we hold and ``known`` does not contain; returns how many deliveries."""
+
+    async def recover(self) -> None:
+        """Wait, with back-off, until the database can be reached again."""
+
+
+class LeaseLost(Exception):
+    """This worker was taken over."""
