@@ -1,0 +1,117 @@
+"""Fixtures that every test may use: databases on PostgreSQL 15 and 18, and clusters to stop and crash.
+
+A test that takes ``server``, ``empty_dsn``, ``dsn``, ``conn`` or ``owned_cluster`` runs once per version. Where the
+version cannot matter, one is enough::
+
+    @pytest.mark.parametrize("major", [18], indirect=True)
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import hypothesis
+import psycopg
+import pytest
+
+from tests.servers import MACHINE_DSN, Cluster, Server, installed
+
+MACHINE = 15
+NewCluster = Callable[..., Cluster]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Property tests look the same on every CI run, and a busy machine is no failure."""
+    hypothesis.settings.register_profile("eventbus", deadline=None, derandomize="CI" in os.environ)
+    hypothesis.settings.load_profile("eventbus")
+
+
+@pytest.fixture(scope="session")
+def run() -> str:
+    """Name of this test run; part of the name of every database that it makes."""
+    return uuid.uuid4().hex[:8]
+
+
+@pytest.fixture(scope="session", params=[15, 18], ids=["pg15", "pg18"])
+def major(request: pytest.FixtureRequest) -> int:
+    """The PostgreSQL version under test."""
+    return int(request.param)
+
+
+@pytest.fixture(scope="session")
+def server(major: int, run: str) -> Iterator[Server]:
+    """A shared server: the machine's own with its own settings, and a throw-away cluster of the embedded version."""
+    programs = installed(major)
+    with ExitStack() as stack:
+        if major == MACHINE and (problem := _unreachable(MACHINE_DSN)) is None:
+            found = Server(MACHINE_DSN, programs)
+        elif programs is not None:
+            found = Server(stack.enter_context(Cluster(programs)).dsn(), programs)
+        else:
+            pytest.skip(f"no PostgreSQL {major} here" + (f": {problem}" if major == MACHINE else ""))
+        stack.enter_context(found.run(run))
+        yield found
+
+
+@pytest.fixture(scope="session")
+def migrated_template(server: Server, run: str) -> Iterator[str]:
+    """Name of a database with the bus's schema that nobody may connect to, so that it can be cloned at any time."""
+    from eventbus.postgres.migrate import migrate
+
+    with server.database(run) as name:
+        migrate(server.dsn(name), schema="eventbus")
+        with psycopg.connect(server.admin_dsn, autocommit=True) as admin:
+            admin.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+        yield name
+
+
+@pytest.fixture
+def empty_dsn(server: Server, run: str) -> Iterator[str]:
+    """A new, empty database."""
+    with server.database(run) as name:
+        yield server.dsn(name)
+
+
+@pytest.fixture
+def dsn(server: Server, run: str, migrated_template: str) -> Iterator[str]:
+    """A new database with the bus's schema ``eventbus``; nothing has been published there."""
+    with server.database(run, template=migrated_template) as name:
+        yield server.dsn(name)
+
+
+@pytest.fixture
+def conn(dsn: str) -> Iterator[psycopg.Connection]:
+    """An autocommit connection to ``dsn``."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        yield connection
+
+
+@pytest.fixture
+def new_cluster() -> Iterator[NewCluster]:
+    """Make clusters: ``new_cluster(18, max_prepared_transactions=5)`` is running, and removed after the test."""
+    with ExitStack() as stack:
+
+        def new(major: int, **options: object) -> Cluster:
+            programs = installed(major)
+            if programs is None:
+                pytest.skip(f"no programs of PostgreSQL {major} here")
+            return stack.enter_context(Cluster(programs, **options))
+
+        yield new
+
+
+@pytest.fixture
+def owned_cluster(major: int, new_cluster: NewCluster) -> Cluster:
+    """A running, empty cluster that belongs to this test alone."""
+    return new_cluster(major)
+
+
+def _unreachable(dsn: str) -> str | None:
+    try:
+        psycopg.connect(dsn, connect_timeout=5).close()
+    except psycopg.OperationalError as error:
+        return str(error)
+    return None
