@@ -1,0 +1,175 @@
+"""What each parameter gets: what a user would lose if a handler were called with the wrong thing."""
+
+# The annotations of this module are text: handlers in such modules must work too.
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import psycopg
+import pytest
+from pydantic import BaseModel
+
+from eventbus.consuming.parameters import Argument, Scope, Unfit, arguments_of
+from eventbus.event import Event
+
+if TYPE_CHECKING:
+    from fractions import Fraction
+
+
+class Order(BaseModel):
+    id: int
+
+
+NO_EVENT: Any = None
+
+
+def filled(function: Callable[..., Any]) -> list[str]:
+    """``event`` or ``payload`` for each parameter, with the name of those that are passed by name."""
+    plain = function.func if isinstance(function, functools.partial) else function
+    arguments = arguments_of(function, Scope(globals(), getattr(plain, "__code__", None)))
+    return [_described(argument) for argument in arguments]
+
+
+def _described(argument: Argument) -> str:
+    kind = "event" if argument.load is None else "payload"
+    return kind if argument.keyword is None else f"{argument.keyword}={kind}"
+
+
+def refusal(function: Callable[..., Any]) -> str:
+    with pytest.raises(Unfit) as refused:
+        filled(function)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def unannotated(anything): ...  # type: ignore[no-untyped-def]
+def takes_event(event: Event): ...  # type: ignore[no-untyped-def]
+def takes_order(order: Order) -> None: ...
+def takes_both(event: Event, order: Order) -> None: ...
+def takes_both_turned(order: Order, event: Event) -> None: ...
+def takes_dict_and_unannotated(data: dict, event): ...  # type: ignore[no-untyped-def,type-arg]
+def by_name(*, order: Order, event: Event) -> None: ...
+def mixed(order: Order, *, event: Event) -> None: ...
+def positional_only(order: Order, event: Event, /) -> None: ...
+def defaults(order: Order, event: Event, retries: int = 3, *, db: Nowhere = 1) -> None: ...  # type: ignore[name-defined]  # noqa: F821
+def variadic(*args): ...  # type: ignore[no-untyped-def]
+def event_and_rest(event: Event, *args: Any, **kwargs: Any) -> None: ...
+def maybe_event(event: Event | None) -> None: ...
+def optional_event(event: Optional[Event]) -> None: ...  # noqa: UP045
+def annotated_event(event: Annotated[Event, "meta"]) -> None: ...
+def annotated_maybe_event(event: Annotated[Event | None, "meta"]) -> None: ...
+def maybe_order(order: Order | None) -> None: ...
+def annotated_order(order: Annotated[Order, "meta"]) -> None: ...
+def orders(order: list[Order]) -> None: ...
+def anything(payload: Any) -> None: ...
+def unknown_result(order: Order) -> Fraction: ...  # type: ignore[empty-body]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (unannotated, ["event"]),
+        (takes_event, ["event"]),
+        (takes_order, ["payload"]),
+        (takes_both, ["event", "payload"]),
+        (takes_both_turned, ["payload", "event"]),
+        (takes_dict_and_unannotated, ["payload", "event"]),
+        (by_name, ["order=payload", "event=event"]),
+        (mixed, ["payload", "event=event"]),
+        (positional_only, ["payload", "event"]),
+        (defaults, ["payload", "event"]),
+        (variadic, ["event"]),
+        (event_and_rest, ["event"]),
+        (maybe_event, ["event"]),
+        (optional_event, ["event"]),
+        (annotated_event, ["event"]),
+        (annotated_maybe_event, ["event"]),
+        (maybe_order, ["payload"]),
+        (annotated_order, ["payload"]),
+        (orders, ["payload"]),
+        (anything, ["payload"]),
+        (unknown_result, ["payload"]),
+        (lambda event, i=3: None, ["event"]),
+        (functools.partial(takes_both, order=Order(id=1)), ["event"]),
+        (functools.partial(takes_both, NO_EVENT), ["payload"]),
+        ([].append, ["event"]),
+        (print, ["event"]),
+    ],
+)
+def test_each_parameter_gets_what_its_annotation_says(function: Callable[..., Any], expected: list[str]) -> None:
+    assert filled(function) == expected
+
+
+def test_a_decorated_handler_is_filled_like_the_function_inside() -> None:
+    @functools.wraps(takes_both_turned)
+    def passes_through(*args: Any, **kwargs: Any) -> None: ...
+
+    @functools.wraps(takes_both)
+    def supplies_the_order(event: Event) -> None: ...
+
+    assert filled(passes_through) == ["payload", "event"]
+    assert filled(supplies_the_order) == ["event"]
+
+
+def test_types_of_the_surrounding_function_are_found() -> None:
+    class Local(BaseModel):
+        id: int
+
+    def handle(order: Local) -> None: ...
+
+    assert filled(handle) == ["payload"]
+
+
+def no_parameter() -> None: ...
+def only_defaults(event: Event = None) -> None: ...  # type: ignore[assignment]
+def only_keywords(**kwargs: Any) -> None: ...
+def method(self, order: Order) -> None: ...  # type: ignore[no-untyped-def]
+def class_method(cls) -> None: ...  # type: ignore[no-untyped-def]
+def two_unannotated(first, second): ...  # type: ignore[no-untyped-def]
+def two_events(first: Event, second: Event) -> None: ...
+def two_payloads(topic: str, payload: dict[str, Any]) -> None: ...
+def event_or_order(either: Event | Order) -> None: ...
+def connection(event: Event, conn: psycopg.Connection) -> None: ...
+def async_connection(event: Event, conn: psycopg.AsyncConnection[Any]) -> None: ...
+def maybe_connection(event: Event, conn: psycopg.Connection[Any] | None) -> None: ...
+def only_for_the_type_checker(amount: Fraction) -> None: ...
+def never_defined(amount: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
+def wrong_attribute(amount: typing.Nothing) -> None: ...  # type: ignore[name-defined]
+def not_a_type(amount: 5) -> None: ...  # type: ignore[valid-type]
+def opaque(client: Scope | Client) -> None: ...
+
+
+class Client:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (no_parameter, "no parameter for the event"),
+        (only_defaults, "no parameter for the event"),
+        (only_keywords, "no parameter for the event"),
+        (method, "method without its object"),
+        (class_method, "method without its object"),
+        (two_unannotated, "parameters 'first' and 'second' would all get the event"),
+        (two_events, "parameters 'first' and 'second' would all get the event"),
+        (two_payloads, "parameters 'topic' and 'payload' would all get the payload"),
+        (event_or_order, "'either' mixes Event with a payload type"),
+        (connection, "'conn' asks for a database connection, which needs transactional=True, which this version"),
+        (async_connection, "'conn' asks for a database connection"),
+        (maybe_connection, "'conn' asks for a database connection"),
+        (only_for_the_type_checker, "'Fraction' is not defined where the handler is registered"),
+        (never_defined, "'Nowhere' is not defined where the handler is registered"),
+        (wrong_attribute, "annotation 'typing.Nothing' of parameter 'amount': it cannot be evaluated"),
+        (not_a_type, "no payload can become what parameter 'amount' asks for"),
+        (opaque, "no payload can become what parameter 'client' asks for"),
+        ({}.update, "its parameters cannot be read"),
+    ],
+)
+def test_a_function_that_cannot_be_called_with_one_event_is_refused_with_what_to_do(
+    function: Callable[..., Any], said: str
+) -> None:
+    assert said in refusal(function)
