@@ -2,16 +2,23 @@
 
 Built from a claimed row by the storage engine, read by handlers. What a handler may never look at (the payload,
 the headers, the UUID object) stays text until it is asked for, because decoding costs more than delivering.
+:func:`new_event_id` makes the id when the event is published; :data:`current_event` tells publishing which event
+is being handled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, Final
 from uuid import UUID
 
-import orjson
+from eventbus.payload import decode
 
 CORRELATION_ID: Final = "correlation-id"
 CAUSATION_ID: Final = "causation-id"
@@ -91,9 +98,9 @@ class Event:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Header names and values as they were published."""
+        """Header names and values as they were published; read-only."""
         if self._headers is None:
-            self._headers = orjson.loads(self._headers_text) if self._headers_text else {}
+            self._headers = MappingProxyType(_read_headers(self._headers_text) if self._headers_text else {})
         return self._headers
 
     @property
@@ -105,9 +112,33 @@ class Event:
         return f"<Event {self.topic} {self._event_id} queue={self.queue} attempt={self.attempt}>"
 
 
+current_event: ContextVar[Event | None] = ContextVar("eventbus_current_event", default=None)
+"""The event whose handler runs in this context; what it publishes carries its correlation id onward."""
+
+
+def new_event_id(clock: Callable[[], int] = time.time_ns) -> UUID:
+    """A UUIDv7 (RFC 9562): 48 bits of milliseconds, 12 bits of the fraction, 62 random bits.
+
+    Ids that one process makes one after the other ascend, as long as its clock is not set back. The random bits come
+    from the operating system each time, so that forked or equally seeded processes never make the same id. ``clock``
+    gives nanoseconds since 1970.
+    """
+    milliseconds, nanoseconds = divmod(clock(), 1_000_000)
+    fraction = (nanoseconds << 12) // 1_000_000
+    random = int.from_bytes(os.urandom(8), "big") & _RANDOM_BITS
+    return UUID(int=(milliseconds & _TIME_BITS) << 80 | _VERSION_7 | fraction << 64 | _VARIANT | random)
+
+
+def _read_headers(text: str) -> dict[str, str]:
+    """Headers are text on both sides; what SQL stored as something else is read as its JSON text."""
+    stored = decode(text)
+    if not isinstance(stored, dict):
+        return {}
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in stored.items()}
+
+
 _UNREAD: Final = object()
-
-
-def decode(text: str) -> Any:
-    """JSON text to Python values. Integers of any size stay exact integers."""
-    raise NotImplementedError
+_TIME_BITS: Final = (1 << 48) - 1
+_VERSION_7: Final = 7 << 76
+_VARIANT: Final = 0b10 << 62
+_RANDOM_BITS: Final = (1 << 62) - 1
