@@ -7,11 +7,12 @@ and :class:`DeadLetter`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 from uuid import UUID
 
+from eventbus.errors import Unavailable
 from eventbus.event import Event
 
 
@@ -89,6 +90,8 @@ class Lease:
     """Finished seqs that the engine has not been told of."""
     verdicts: list[tuple[int, Verdict]] = field(default_factory=list)
     """Everything but done, by seq, that the engine has not been told of."""
+    recorded: set[int] = field(default_factory=set)
+    """Seqs that the engine has been told of while the claim stayed open."""
     dropped: bool = False
     """The worker lost it; whatever its handlers return is discarded."""
 
@@ -107,9 +110,13 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """What one claim brought: deliveries per queue, and the queues that another worker was claiming from."""
+    """What one claim brought: deliveries per queue, and the queues that have more.
+
+    ``busy`` are those of them that another worker was claiming from.
+    """
 
     deliveries: Mapping[int, Sequence[Delivery]]
+    more: frozenset[int] = frozenset()
     busy: frozenset[int] = frozenset()
 
 
@@ -191,12 +198,22 @@ class ConsumerEngine(Protocol):
     async def record_progress(self, lease: Lease) -> bool:
         """Tell the engine of ``lease.done`` and ``lease.verdicts`` and empty them; false when the lease was lost."""
 
-    async def release_unknown(self, known: Sequence[Lease]) -> int:
-        """Give back what the database says we hold and ``known`` does not contain; returns how many deliveries."""
+    async def release_unknown(self, known: Collection[Lease], *, thorough: bool) -> int:
+        """Give back what the database says we hold and ``known`` does not contain; returns how many deliveries.
+
+        ``thorough``: a reply may have been lost, or the server crashed; look at everything this worker ever claimed.
+        """
 
     async def recover(self) -> None:
-        """Wait, with back-off, until the database can be reached again."""
+        """Wait, with back-off, until claiming can work again."""
+
+    async def recover_settling(self) -> None:
+        """Wait, with back-off, until settling can work again."""
 
 
 class LeaseLost(Exception):
     """This worker was taken over."""
+
+
+class StatementCancelled(Unavailable):
+    """The server cancelled a statement, by a timeout or an administrator; smaller steps may pass."""

@@ -52,8 +52,9 @@ END
 $body$;
 
 -- Claims the next range of each queue that has one: at most p_limits[i] events of p_queues[i], at most p_bytes of
--- payload in all (at least one event). One row per delivery, in order. A row without claim_id says that another
--- worker is claiming from queue_id at this moment. event_id is null where the outbox no longer has the event.
+-- payload in all (at least one event). One row per delivery, in order; event_id is null where the outbox no longer has
+-- the event. A row without claim_id tells of queue_id that it has more: with seq, deliveries up to seq are left; without
+-- seq, another worker is claiming from it at this moment.
 CREATE FUNCTION {schema}.claim(p_worker uuid, p_token uuid, p_queues integer[], p_limits integer[], p_bytes bigint)
 RETURNS TABLE (claim_id bigint, queue_id integer, lane integer, seq bigint, size integer, event_id text, topic text,
                key text, payload text, headers text, published_at timestamptz)
@@ -73,7 +74,7 @@ BEGIN
     PERFORM {schema}.require_read_committed();
     PERFORM set_config('synchronous_commit', 'off', true);
     FOR v_lane IN
-        SELECT f.queue_id, f.lane, f.most FROM (
+        SELECT f.queue_id, f.lane, f.most, f.newest, row_number() OVER (ORDER BY f.queue_id, f.lane) AS n FROM (
             SELECT u.queue_id, 0 AS lane, u.most,
                    (SELECT d.seq FROM {schema}.deliveries d WHERE d.queue_id = u.queue_id AND d.lane = 0
                     ORDER BY d.seq DESC LIMIT 1) AS newest,
@@ -82,16 +83,21 @@ BEGIN
             FROM unnest(p_queues, p_limits) AS u (queue_id, most)
         ) f
         WHERE f.most > 0 AND f.newest > coalesce(f.claimed, 0)
-        ORDER BY f.queue_id, f.lane LIMIT 64
+        ORDER BY f.queue_id, f.lane
     LOOP
-        EXIT WHEN v_left <= 0;
+        queue_id := v_lane.queue_id;
+        lane := v_lane.lane;
+        seq := v_lane.newest;
+        IF v_left <= 0 OR v_lane.n > 64 THEN
+            RETURN NEXT;
+            CONTINUE;
+        END IF;
         IF NOT v_live THEN
             PERFORM {schema}.require_live_worker(p_worker);
             v_live := true;
         END IF;
         IF NOT pg_try_advisory_xact_lock({schema}.lock_key('lane', v_lane.queue_id, v_lane.lane)) THEN
-            queue_id := v_lane.queue_id;
-            lane := v_lane.lane;
+            seq := NULL;
             RETURN NEXT;
             CONTINUE;
         END IF;
@@ -122,6 +128,9 @@ BEGIN
             LEFT JOIN {schema}.outbox o ON o.id = d.outbox_id
             WHERE d.queue_id = v_lane.queue_id AND d.lane = v_lane.lane AND d.seq BETWEEN v_lo AND v_hi
             ORDER BY d.seq;
+        IF v_hi < v_lane.newest THEN
+            RETURN NEXT;
+        END IF;
     END LOOP;
 END
 $body$;
@@ -267,7 +276,8 @@ $body$;
 
 -- Records what became of single deliveries of one claim, which nobody else has recorded yet: the key of progress
 -- decides between this worker and a take-over. Outcomes: [{"seq", "outcome", "delay", "reason", "error", "hi"}],
--- outcome retry | dead | released; delay in seconds; hi makes a released range. Returns how many were recorded.
+-- outcome retry | dead | released; delay in seconds; hi: the outcome is that of seq..hi, released only. Returns how many
+-- were recorded.
 CREATE FUNCTION {schema}.record(p_claim bigint, p_done bigint[], p_outcomes json) RETURNS integer
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET jit = off AS $body$
@@ -293,14 +303,19 @@ BEGIN
         SELECT r.*, d.outbox_id, d.replay_id FROM outcomes r
         JOIN recorded p ON p.seq = r.seq
         LEFT JOIN {schema}.deliveries d ON d.queue_id = c.queue_id AND d.lane = c.lane AND d.seq = r.seq
-    ), excepted AS (
-        INSERT INTO {schema}.exceptions (due_at, seq, range_hi, outbox_id, queue_id, lane, replay_id, attempts, key,
+    ), retried AS (
+        INSERT INTO {schema}.exceptions (due_at, seq, outbox_id, queue_id, lane, replay_id, attempts, key,
                                          first_error, last_error)
-        SELECT clock_timestamp() + make_interval(secs => coalesce(l.delay, 0)), l.seq, l.hi,
-               CASE WHEN l.hi IS NULL THEN l.outbox_id END, c.queue_id, c.lane, l.replay_id,
-               CASE WHEN l.outcome = 'retry' THEN 1 ELSE 0 END, o.key, l.error, l.error
+        SELECT clock_timestamp() + make_interval(secs => coalesce(l.delay, 0)), l.seq, l.outbox_id, c.queue_id, c.lane,
+               l.replay_id, 1, o.key, l.error, l.error
         FROM left_path l LEFT JOIN {schema}.outbox o ON o.id = l.outbox_id
-        WHERE l.outcome IN ('retry', 'released') ORDER BY l.seq
+        WHERE l.outcome = 'retry' ORDER BY l.seq
+    ), released AS (
+        INSERT INTO {schema}.exceptions (due_at, seq, range_hi, queue_id, lane)
+        SELECT clock_timestamp(), min(i.seq), max(i.seq), c.queue_id, c.lane
+        FROM (SELECT p.seq, p.seq - row_number() OVER (ORDER BY p.seq) AS island
+              FROM recorded p WHERE p.outcome = 'released') i
+        GROUP BY i.island ORDER BY 2
     ), buried AS (
         INSERT INTO {schema}.dead_letters (published_at, queue_id, lane, seq, outbox_id, replay_id, attempts, crashes,
                                            event_id, topic, key, payload, headers, reason, first_error, last_error)

@@ -1,0 +1,220 @@
+"""The consumer's side of the storage engine on PostgreSQL: claims in, settlements out."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+from uuid import UUID, uuid4
+
+import orjson
+
+from eventbus.event import Event
+from eventbus.postgres.calls import Calls
+from eventbus.postgres.link import Link, Row
+from eventbus.transport import Claimed, ClaimedDue, Delivery, Due, Lease, Verdict
+
+_EVERYTHING: Final = datetime(1, 1, 1, tzinfo=UTC)
+_SWEEP_SECONDS = 5.0
+
+
+class PostgresConsumer:
+    """Implements :class:`eventbus.transport.ConsumerEngine` over two links: one claims, one settles."""
+
+    def __init__(self, claiming: Link, settling: Link, calls: Calls) -> None:
+        self.worker_id = uuid4()
+        self.names: dict[int, str] = {}
+        """Queue numbers and names of this process."""
+        self._claiming = claiming
+        self._settling = settling
+        self._calls = calls
+        self._newest_claim = 0
+        self._due_from: dict[int, datetime] = {}
+        self._swept_at = 0.0
+
+    async def register(self) -> None:
+        worker_id = uuid4()
+        await self._claiming.rows(self._calls.register, (worker_id, socket.gethostname(), os.getpid()))
+        self.worker_id = worker_id
+        self._newest_claim = 0
+
+    async def unregister(self) -> None:
+        await self._claiming.rows(self._calls.unregister, (self.worker_id,))
+
+    async def claim(self, rooms: Mapping[int, int], max_bytes: int) -> Claimed:
+        token = uuid4()
+        parameters = (self.worker_id, token, list(rooms), list(rooms.values()), max_bytes)
+        rows = await self._claiming.rows(self._calls.claim, parameters)
+        return self._read_claims(rows, token)
+
+    def _read_claims(self, rows: Sequence[Row], token: UUID) -> Claimed:
+        deliveries: dict[int, list[Delivery]] = {}
+        more, busy = set(), set()
+        now = time.monotonic()
+        lease = Lease(0, token, now)
+        mine: list[Delivery] = []
+        name = ""
+        for claim_id, queue_id, _, seq, size, event_id, topic, key, payload, headers, published_at in rows:
+            if claim_id is None:
+                more.add(queue_id)
+                if seq is None:
+                    busy.add(queue_id)
+                continue
+            if claim_id != lease.claim_id:
+                lease = Lease(queue_id, token, now, claim_id=claim_id, lo=seq, started=seq - 1)
+                mine = deliveries.setdefault(queue_id, [])
+                name = self.names[queue_id]
+            event = None
+            if event_id is not None:
+                event = Event(
+                    event_id=event_id, topic=topic, payload=payload, headers=headers, key=key,
+                    published_at=published_at, queue=name,
+                )  # fmt: skip
+                lease.size += size
+            lease.hi = seq
+            lease.unfinished += 1
+            mine.append(Delivery(event, lease, seq))
+        self._newest_claim = max(self._newest_claim, lease.claim_id)
+        return Claimed(deliveries, frozenset(more), frozenset(busy))
+
+    async def claim_due(self, rooms: Mapping[int, int], max_bytes: int, *, alone: bool) -> ClaimedDue:
+        now = time.monotonic()
+        if now - self._swept_at > _SWEEP_SECONDS:
+            self._swept_at = now
+            self._due_from.clear()
+        token = uuid4()
+        starts = [self._due_from.get(queue_id, _EVERYTHING) for queue_id in rooms]
+        parameters = (self.worker_id, token, list(rooms), list(rooms.values()), starts, max_bytes, alone)
+        return self._read_due(await self._claiming.rows(self._calls.claim_due, parameters), token, alone=alone)
+
+    def _read_due(self, rows: Iterable[Row], token: UUID, *, alone: bool) -> ClaimedDue:
+        deliveries: dict[int, list[Delivery]] = {}
+        upcoming: dict[int, Due] = {}
+        now = time.monotonic()
+        for row in rows:
+            exception_id, queue_id, due_in, crashed_in, attempts, crashes, due_at, size, event_id, *rest = row
+            if exception_id is None:
+                upcoming[queue_id] = Due(due_in, crashed_in)
+                continue
+            lease = Lease(queue_id, token, now, exception_id=exception_id, crashes=crashes, size=size or 0, unfinished=1)
+            event = None
+            if event_id is not None:
+                topic, key, payload, headers, published_at = rest
+                event = Event(
+                    event_id=event_id, topic=topic, payload=payload, headers=headers, key=key,
+                    published_at=published_at, queue=self.names[queue_id], attempt=attempts + 1,
+                )  # fmt: skip
+            deliveries.setdefault(queue_id, []).append(Delivery(event, lease, 0))
+            if not alone:
+                self._due_from[queue_id] = due_at
+        return ClaimedDue(deliveries, upcoming)
+
+    async def settle(self, leases: Sequence[Lease]) -> Sequence[Lease]:
+        claims = sorted((lease for lease in leases if lease.claim_id), key=lambda lease: lease.claim_id)
+        exceptions = sorted((lease for lease in leases if lease.exception_id), key=lambda lease: lease.exception_id)
+        return [*await self._settle_claims(claims), *await self._settle_exceptions(exceptions)]
+
+    async def _settle_claims(self, claims: Sequence[Lease]) -> list[Lease]:
+        if not claims:
+            return []
+        outcomes = [
+            {"claim": lease.claim_id, "outcomes": _outcomes(lease.verdicts)} for lease in claims if lease.verdicts
+        ]
+        rows = await self._settling.rows(
+            self._calls.settle,
+            (
+                [lease.claim_id for lease in claims],
+                [lease.token for lease in claims],
+                orjson.dumps(outcomes).decode() if outcomes else None,
+            ),
+        )
+        settled = {claim_id for (claim_id,) in rows}
+        return [lease for lease in claims if lease.claim_id not in settled]
+
+    async def _settle_exceptions(self, exceptions: Sequence[Lease]) -> list[Lease]:
+        if not exceptions:
+            return []
+        outcomes = [
+            {"id": lease.exception_id, **_fields(lease.verdicts[0][1])}
+            if lease.verdicts
+            else {"id": lease.exception_id, "outcome": "done"}
+            for lease in exceptions
+        ]
+        rows = await self._settling.rows(
+            self._calls.settle_exceptions,
+            (
+                [lease.exception_id for lease in exceptions],
+                [lease.token for lease in exceptions],
+                orjson.dumps(outcomes).decode(),
+            ),
+        )
+        settled = {exception_id for (exception_id,) in rows}
+        return [lease for lease in exceptions if lease.exception_id not in settled]
+
+    async def record_progress(self, lease: Lease) -> bool:
+        done, verdicts = lease.done, lease.verdicts
+        lease.done, lease.verdicts = [], []
+        try:
+            [row] = await self._settling.rows(
+                self._calls.record_progress,
+                (lease.claim_id, lease.token, sorted(done), orjson.dumps(_outcomes(verdicts)).decode()),
+            )
+        except BaseException:
+            lease.done, lease.verdicts = done + lease.done, verdicts + lease.verdicts
+            raise
+        lease.recorded.update(done, (seq for seq, _ in verdicts))
+        return bool(row[0])
+
+    async def release_unknown(self, known: Collection[Lease], *, thorough: bool) -> int:
+        if thorough:
+            self.forget_newest_claim()
+        claims = {lease.claim_id for lease in known if lease.claim_id}
+        exceptions = {lease.exception_id for lease in known if lease.exception_id}
+        lowest = 0 if thorough else min(claims, default=self._newest_claim)
+        held = await self._claiming.rows(self._calls.held, (self.worker_id, lowest))
+        lost_claims = [number for kind, number in held if kind == "claim" and number not in claims]
+        lost_exceptions = [number for kind, number in held if kind == "exception" and number not in exceptions]
+        if not lost_claims and not lost_exceptions:
+            return 0
+        [row] = await self._claiming.rows(
+            self._calls.release_unknown, (self.worker_id, sorted(lost_claims), sorted(lost_exceptions))
+        )
+        return int(row[0])
+
+    async def recover(self) -> None:
+        await self._claiming.recover()
+
+    async def recover_settling(self) -> None:
+        await self._settling.recover()
+
+    def forget_newest_claim(self) -> None:
+        """A server that crashed may hand out lower claim ids again: bound nothing by the highest one seen."""
+        self._newest_claim = 0
+
+    def beat_state(self, leases: Iterable[Lease]) -> tuple[int, dict[str, int]]:
+        """What a heartbeat tells of the open claims: a lower bound of their ids, and how far each has started."""
+        started = {str(lease.claim_id): lease.started for lease in leases if lease.claim_id}
+        return min(map(int, started), default=self._newest_claim + 1 if self._newest_claim else 0), started
+
+
+def _outcomes(verdicts: Sequence[tuple[int, Verdict]]) -> list[dict[str, Any]]:
+    """Verdicts as the engine reads them; neighbouring released deliveries as one range."""
+    outcomes: list[dict[str, Any]] = []
+    for seq, verdict in sorted(verdicts, key=lambda pair: pair[0]):
+        last = outcomes[-1] if outcomes else None
+        if verdict.outcome == "released" and last and last["outcome"] == "released" and last["hi"] == seq - 1:
+            last["hi"] = seq
+        elif verdict.outcome == "released":
+            outcomes.append({"seq": seq, "hi": seq, "outcome": "released"})
+        else:
+            outcomes.append({"seq": seq, **_fields(verdict)})
+    return outcomes
+
+
+def _fields(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "outcome": verdict.outcome, "delay": verdict.delay, "reason": verdict.reason, "error": verdict.error,
+    }  # fmt: skip

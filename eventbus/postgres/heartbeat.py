@@ -1,0 +1,148 @@
+"""Tells the database that this worker lives, from a thread and a connection of its own.
+
+A handler that blocks the event loop for minutes keeps its lease. The same thread takes over workers that went
+silent, because it is the one that always runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from uuid import UUID
+
+import orjson
+import psycopg
+
+from eventbus.postgres.calls import Calls
+from eventbus.postgres.link import CONNECT, Outage, describe
+
+log = logging.getLogger("eventbus")
+
+_NAME = "heartbeat"
+_LOOK_SECONDS = 1.0
+"""How often to see whether the open claims have changed."""
+_LONGEST_BACKOFF = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What one heartbeat tells: see ``beat`` in the migrations."""
+
+    worker_id: UUID
+    open_from: int
+    started: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What the heartbeat asks and whom it tells. All are called from its thread."""
+
+    pulse: Callable[[], Pulse]
+    connected: Callable[[], None]
+    """A new connection stands: the server may have crashed in between."""
+    lost: Callable[[UUID], None]
+    """This worker was taken over."""
+    took_over: Callable[[], None]
+    """Deliveries of a dead worker are waiting now."""
+    routine: Callable[[], None]
+    """Every third heartbeat."""
+
+
+class Heartbeat:
+    """One thread per worker. ``lease`` in seconds; beats every third of it, and within a second of new claims."""
+
+    def __init__(self, dsn: str, calls: Calls, lease: float, max_crashes: int, outage: Outage, watch: Watch) -> None:
+        self._dsn = dsn
+        self._calls = calls
+        self._lease = lease
+        self._max_crashes = max_crashes
+        self._outage = outage
+        self._watch = watch
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="eventbus-heartbeat", daemon=True)
+        self._connection: psycopg.Connection | None = None
+        self._connected_at = 0.0
+        self._beats = 0
+        self._sent: Pulse | None = None
+        self._sent_at = float("-inf")
+
+    def start(self) -> None:
+        """Beat until ``stop``."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop beating; returns when the thread has ended or after two seconds."""
+        self._stopping.set()
+        self._thread.join(2.0)
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            try:
+                self._beat_if_needed()
+            except psycopg.Error as error:
+                failures += 1
+                self._close()
+                self._outage.began(_NAME, describe(error, "heartbeat"))
+                self._stopping.wait(min(_LONGEST_BACKOFF, 0.25 * 2 ** min(failures, 10)))
+                continue
+            except Exception:
+                log.exception("the heartbeat failed; this is a defect of the bus")
+            if failures:
+                failures = 0
+                self._outage.ended(_NAME)
+            self._stopping.wait(min(_LOOK_SECONDS, self._lease / 3))
+        self._close()
+
+    def _beat_if_needed(self) -> None:
+        pulse = self._watch.pulse()
+        silent = time.monotonic() - self._sent_at
+        if silent < self._lease / 3 and (pulse == self._sent or not pulse.started):
+            return
+        if self._connection is None:
+            self._connect()
+            pulse = self._watch.pulse()
+        assert self._connection is not None
+        row = self._connection.execute(
+            self._calls.beat,  # type: ignore[arg-type]
+            (pulse.worker_id, self._lease, pulse.open_from, orjson.dumps(pulse.started).decode()),
+        ).fetchone()
+        assert row is not None
+        alive, expired = row
+        self._sent, self._sent_at = pulse, time.monotonic()
+        if not alive:
+            self._watch.lost(pulse.worker_id)
+        if expired:
+            self._take_over(pulse.worker_id)
+        self._beats += 1
+        if self._beats % 3 == 0:
+            self._watch.routine()
+
+    def _take_over(self, worker_id: UUID) -> None:
+        """Not within half a lease of our own connect: after an outage everybody's heartbeat is old."""
+        if time.monotonic() - self._connected_at < self._lease / 2:
+            return
+        assert self._connection is not None
+        row = self._connection.execute(
+            self._calls.take_over, (worker_id, self._lease, self._max_crashes)  # type: ignore[arg-type]
+        ).fetchone()
+        assert row is not None
+        workers, deliveries = row
+        if workers:
+            log.warning("took over %d deliveries of %d silent workers", deliveries, workers)
+            self._watch.took_over()
+
+    def _connect(self) -> None:
+        connection = psycopg.connect(self._dsn, application_name=f"eventbus {_NAME}", **CONNECT)
+        connection.execute("SET default_transaction_isolation = 'read committed'")
+        self._connection = connection
+        self._connected_at = time.monotonic()
+        self._watch.connected()
+
+    def _close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()

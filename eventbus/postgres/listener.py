@@ -1,0 +1,76 @@
+"""Hears NOTIFY on a connection of its own and wakes the relay and the consumer of this process.
+
+Nothing depends on it but latency: whoever is woken looks for itself, and polls when nothing is heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import psycopg
+from psycopg import sql
+
+from eventbus.postgres.link import CONNECT, Outage, describe
+
+log = logging.getLogger("eventbus")
+
+_NAME = "listener"
+_LONGEST_BACKOFF = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ears:
+    """Whom to tell. ``fed`` gets queue numbers, or ``None`` for any queue."""
+
+    published: Callable[[], None]
+    fed: Callable[[Sequence[int] | None], None]
+    listening: Callable[[bool], None]
+    """Whether notifications can be heard from now on."""
+
+
+class Listener:
+    """Listens until it is cancelled, and comes back by itself after every lost connection."""
+
+    def __init__(self, dsn: str, schema: str, outage: Outage, ears: Ears) -> None:
+        self._dsn = dsn
+        self._relay_channel = f"{schema}.relay"
+        self._work_channel = f"{schema}.work"
+        self._outage = outage
+        self._ears = ears
+
+    async def run(self) -> None:
+        """Listen; back-off between attempts doubles from 0.1 s to 5 s."""
+        failures = 0
+        while True:
+            try:
+                async with await psycopg.AsyncConnection.connect(
+                    self._dsn, application_name=f"eventbus {_NAME}", **CONNECT
+                ) as connection:
+                    await self._listen(connection)
+                    failures = 0
+                    await self._hear(connection)
+            except psycopg.Error as error:
+                self._ears.listening(False)
+                self._outage.began(_NAME, describe(error, "LISTEN"))
+                failures += 1
+                await asyncio.sleep(min(_LONGEST_BACKOFF, 0.1 * 2 ** min(failures, 10)))
+
+    async def _listen(self, connection: psycopg.AsyncConnection) -> None:
+        for channel in (self._relay_channel, self._work_channel):
+            await connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+        self._outage.ended(_NAME)
+        self._ears.listening(True)
+        self._ears.published()  # whatever was said before we could hear it
+        self._ears.fed(None)
+
+    async def _hear(self, connection: psycopg.AsyncConnection) -> None:
+        async for notification in connection.notifies():
+            if notification.channel == self._relay_channel:
+                self._ears.published()
+            elif notification.payload == "*":
+                self._ears.fed(None)
+            else:
+                self._ears.fed([int(number) for number in notification.payload.split(",") if number])

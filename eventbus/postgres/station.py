@@ -1,0 +1,141 @@
+"""Builds the parts of a worker for PostgreSQL: five connections, and what runs on each."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import random
+from collections.abc import Callable, Sequence
+from uuid import UUID
+
+from eventbus.consuming.consumer import Consumer, Limits, QueueState
+from eventbus.consuming.execution import Execution
+from eventbus.consuming.pace import Pace
+from eventbus.consuming.runners import Finish, Runner, TaskRunner, ThreadRunner
+from eventbus.consuming.subscriptions import Subscription
+from eventbus.errors import ConfigurationError, Unavailable
+from eventbus.postgres.calls import Calls
+from eventbus.postgres.claiming import PostgresConsumer
+from eventbus.postgres.heartbeat import Heartbeat, Pulse, Watch
+from eventbus.postgres.link import Link, Outage
+from eventbus.postgres.listener import Ears, Listener
+from eventbus.postgres.relaying import PostgresRelay
+from eventbus.publishing.relay import Relay
+from eventbus.runtime.worker import Parts
+from eventbus.settings import Settings
+
+log = logging.getLogger("eventbus")
+
+
+class Station:
+    """One worker's place in one database. ``wait``: a server that is away at the start is waited for."""
+
+    def __init__(self, settings: Settings, subscriptions: Sequence[Subscription], *, wait: bool) -> None:
+        if settings.dsn is None:
+            raise ConfigurationError("no database: set EVENTBUS_DSN")
+        self._settings = settings
+        self._subscriptions = subscriptions
+        self._wait = wait
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._outage = Outage()
+        calls = Calls.for_schema(settings.schema_name)
+        self._links = [Link(settings.dsn, name, self._outage) for name in ("relay", "claim", "settle")]
+        relaying, claiming, settling = self._links
+        self._relay_engine = PostgresRelay(relaying, calls, resume_after_restore=settings.on_restore == "resume")
+        self._engine = PostgresConsumer(claiming, settling, calls)
+        self._consumer = Consumer(
+            self._engine, Limits(settings.batch, settings.prefetch_bytes, settings.settle_interval)
+        )
+        self._relay = Relay(
+            self._relay_engine, batch=settings.relay_batch, notify=settings.notify, fed=self._consumer.wake
+        )
+        self._heart = Heartbeat(
+            settings.dsn, calls, settings.lease, settings.max_crashes, self._outage, self._watch()
+        )
+        self._listening(False)
+
+    def parts(self) -> Parts:
+        """The worker's parts; nothing is connected yet."""
+        ears = Ears(published=self._relay.wake, fed=self._consumer.wake, listening=self._listening)
+        assert self._settings.dsn is not None
+        listener = Listener(
+            self._settings.listen_dsn or self._settings.dsn, self._settings.schema_name, self._outage, ears
+        )
+        return Parts(
+            relay=self._relay,
+            consumer=self._consumer,
+            heart=self._heart,
+            open=self._open,
+            hear=listener.run if self._settings.notify else None,
+            leave=self._engine.unregister,
+            close=self._close,
+        )
+
+    async def _open(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        while True:
+            try:
+                await self._join()
+                return
+            except Unavailable:
+                if not self._wait:
+                    raise
+                await self._links[0].recover()
+
+    async def _join(self) -> None:
+        if await self._relay_engine.is_foreign():
+            log.warning("this database was restored from another one: %s", await self._relay_engine.attach())
+        numbers = await self._relay_engine.declare({item.name: item.patterns for item in self._subscriptions})
+        await self._engine.register()
+        for subscription in self._subscriptions:
+            self._engine.names[numbers[subscription.name]] = subscription.name
+            self._consumer.add(numbers[subscription.name], self._queue(subscription))
+
+    def _queue(self, subscription: Subscription) -> QueueState:
+        slots = subscription.concurrency or self._settings.concurrency
+        execution = Execution(subscription, random.random)
+        pace = Pace(slots, self._settings.prefetch, asyncio.get_running_loop().time())
+        state: QueueState
+        finish: Finish = lambda delivery, verdict: self._consumer.finish(delivery, verdict, state)  # noqa: E731
+        runner: Runner
+        if subscription.handler.is_async:
+            runner = TaskRunner(execution, slots, finish)
+        else:
+            runner = ThreadRunner(execution, slots, finish, f"eventbus-{subscription.name}")
+        state = QueueState(subscription.name, runner, pace)
+        return state
+
+    async def _close(self) -> None:
+        for queue in self._consumer.queues.values():
+            queue.runner.close()
+        for link in self._links:
+            await link.close()
+
+    def _listening(self, heard: bool) -> None:
+        interval = self._settings.poll_interval if heard else self._settings.poll_interval_without_listen
+        self._relay.poll_interval = self._consumer.poll_interval = interval
+
+    def _watch(self) -> Watch:
+        def on_loop(action: Callable[[], None]) -> None:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(action)
+
+        def lost(worker_id: UUID) -> None:
+            on_loop(functools.partial(self._lost, worker_id))
+
+        return Watch(
+            pulse=self._pulse,
+            connected=self._engine.forget_newest_claim,
+            lost=lost,
+            took_over=lambda: on_loop(self._consumer.wake),
+            routine=lambda: on_loop(self._consumer.doubt),
+        )
+
+    def _pulse(self) -> Pulse:
+        open_from, started = self._engine.beat_state(list(self._consumer.leases))
+        return Pulse(self._engine.worker_id, open_from, started)
+
+    def _lost(self, worker_id: UUID) -> None:
+        if worker_id == self._engine.worker_id:
+            self._consumer.orphan()

@@ -1,0 +1,146 @@
+"""Moves committed events from the outbox into the queues, and sleeps when there are none.
+
+Before it: publishers have committed. After it: consumers claim. Any process may run a relay; one at a time is at
+work, by a lock that lives no longer than one step. A crash leaves whole steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from eventbus.errors import Unavailable
+from eventbus.topics import matches
+from eventbus.transport import RelayEngine, StatementCancelled, Tick
+
+log = logging.getLogger("eventbus")
+
+_PACE = 0.002
+"""Least seconds from one small tick to the next, so that a stream of single events is relayed in groups."""
+_SMALL = 100
+"""A tick of fewer events is a small one."""
+_FIRST_LOOK = 0.002
+"""Seconds to the first look after events that a publisher may be about to commit; doubled after each."""
+_LONGEST_LOOK = 1.0
+_BUSY_PAUSE = 0.05
+_PAUSED_POLL = 2.0
+_DUE_BATCH = 1_000
+
+
+class Relay:
+    """The relay of one process. ``fed`` is called with the queue numbers that got something."""
+
+    def __init__(self, engine: RelayEngine, *, batch: int, notify: bool, fed: Callable[[Sequence[int]], None]) -> None:
+        self.poll_interval = 0.5
+        self.idle_ticks = 0
+        """How many ticks found nothing; grows while the relay works and nothing is left to do."""
+        self.delivered = 0
+        self._engine = engine
+        self._batch = self._most = batch
+        self._notify = notify
+        self._fed = fed
+        self._awake = asyncio.Event()
+        self._stopping = False
+        self._look = _FIRST_LOOK
+        self._asleep = False
+        self._said_paused = False
+
+    def wake(self) -> None:
+        """Something was published."""
+        self._look = _FIRST_LOOK
+        self._asleep = False
+        self._awake.set()
+
+    def stop(self) -> None:
+        """End ``run`` after the step that is under way."""
+        self._stopping = True
+        self._awake.set()
+
+    async def run(self) -> None:
+        """Relay until ``stop``."""
+        while not self._stopping:
+            started = time.monotonic()
+            try:
+                self._awake.clear()
+                pause = await self._step()
+            except StatementCancelled:
+                self._batch = max(1, self._batch // 2)
+                await self._engine.recover()
+                continue
+            except Unavailable:
+                await self._engine.recover()
+                continue
+            await self._pause(pause - (time.monotonic() - started))
+
+    async def _step(self) -> float:
+        """One tick and what follows from it; the seconds from its start to the next one, unless woken."""
+        tick = await self._engine.tick(self._batch)
+        match tick.state:
+            case "ticked":
+                return self._ticked(tick)
+            case "unknown":
+                await self._resolve(tick.unknown)
+                return 0.0
+            case "foreign":
+                log.warning("this database was restored from another one: %s", await self._engine.attach())
+                return 0.0
+            case "paused":
+                if not self._said_paused:
+                    log.warning("the bus is paused; `eventbus resume` starts it again")
+                self._said_paused = True
+                return _PAUSED_POLL
+            case "busy":
+                return _BUSY_PAUSE
+            case "idle":
+                self._said_paused = False
+                self.idle_ticks += 1
+                return await self._idle(tick)
+
+    def _ticked(self, tick: Tick) -> float:
+        self._look = _FIRST_LOOK
+        self._asleep = False
+        self._said_paused = False
+        self._batch = min(self._most, self._batch + max(1, self._batch // 4))
+        self.delivered += tick.deliveries
+        if tick.fed:
+            self._fed(tick.fed)
+        return 0.0 if tick.more or tick.events >= _SMALL else _PACE
+
+    async def _idle(self, tick: Tick) -> float:
+        """Nothing fresh. Fire what is due; else fall asleep, looking again for those who may not wake us."""
+        if tick.due_in is not None and tick.due_in <= 0:
+            await self._engine.fire_due(_DUE_BATCH)
+            return 0.0
+        longest = self.poll_interval if tick.due_in is None else min(self.poll_interval, tick.due_in)
+        if self._asleep:  # and the tick after falling asleep found nothing either
+            self._asleep = False
+            return longest
+        look, self._look = self._look, min(_LONGEST_LOOK, self._look * 2)
+        if not self._notify or look == _FIRST_LOOK:
+            return min(look, longest)  # events come in bursts: stay awake a little
+        if await self._engine.fall_asleep():
+            return min(look, longest)
+        self._asleep = True
+        return 0.0
+
+    async def _resolve(self, topics: Sequence[str]) -> None:
+        version, bindings = await self._engine.bindings()
+        routes = {
+            topic: sorted({queue_id for queue_id, pattern in bindings if matches(pattern, topic)}) for topic in topics
+        }
+        if await self._engine.resolve(version, routes):
+            for topic, queue_ids in routes.items():
+                if not queue_ids:
+                    log.warning("no queue matches topic %s; its events are unrouted", topic, extra={"topic": topic})
+
+    async def _pause(self, seconds: float) -> None:
+        if seconds <= 0 or self._stopping:
+            await asyncio.sleep(0)
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self._awake.wait()
+        except TimeoutError:
+            pass

@@ -1,0 +1,190 @@
+"""One worker: the relay, the consumer and what keeps them going, from start to the last settled lease.
+
+Before it: a bus with subscriptions. After it: an exit code. Knows no database; a station builds the parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from eventbus.consuming.consumer import Consumer
+from eventbus.errors import Unavailable
+from eventbus.publishing.relay import Relay
+
+log = logging.getLogger("eventbus")
+
+_SETTLE_PATIENCE = 5.0
+"""Seconds that the last settlements may take after the handlers have ended."""
+_FORCED_PATIENCE = 1.0
+_QUIET_LOOK = 0.02
+
+
+class Heart(Protocol):
+    """Keeps the worker's lease from its own thread."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What one worker is made of. ``open`` registers it, ``close`` says goodbye; ``hear`` listens for wake-ups."""
+
+    relay: Relay
+    consumer: Consumer
+    heart: Heart
+    open: Callable[[], Awaitable[None]]
+    hear: Callable[[], Coroutine[Any, Any, None]] | None
+    leave: Callable[[], Awaitable[None]]
+    close: Callable[[], Awaitable[None]]
+
+
+class Worker:
+    """Runs the parts until a signal, ``stop`` or, with ``until_idle``, until nothing is left to do."""
+
+    def __init__(self, parts: Parts, *, drain_timeout: float, until_idle: bool = False) -> None:
+        self._parts = parts
+        self._drain_timeout = drain_timeout
+        self._until_idle = until_idle
+        self._stop = asyncio.Event()
+        self._forced = asyncio.Event()
+        self._ready = asyncio.Event()
+
+    def stop(self) -> None:
+        """Stop gracefully; a second call stops now. On the event loop."""
+        if self._stop.is_set():
+            log.warning("stopping now")
+            self._forced.set()
+        self._stop.set()
+
+    async def ready(self) -> None:
+        """Wait until the worker is registered and consumes."""
+        await self._ready.wait()
+
+    async def run(self) -> int:
+        """Work until stopped. Returns 0 after a graceful stop, 1 after a forced one or a defect.
+
+        Raises what ``open`` raises: a configuration that cannot work, or :class:`Unavailable`.
+        """
+        with _Signals(self.stop):
+            try:
+                if not await self._first_of(self._parts.open()):
+                    return 0
+                return await self._work()
+            finally:
+                await self._parts.close()
+
+    async def _first_of(self, opening: Awaitable[None]) -> bool:
+        """Wait for the parts to open; false when a stop came first."""
+        task = asyncio.ensure_future(opening)
+        stop = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if task.done():
+            task.result()
+            return True
+        task.cancel()
+        await asyncio.wait({task})
+        return False
+
+    async def _work(self) -> int:
+        parts = self._parts
+        parts.heart.start()
+        settling = asyncio.create_task(parts.consumer.settle(), name="settle")
+        tasks = {
+            settling,
+            asyncio.create_task(parts.relay.run(), name="relay"),
+            asyncio.create_task(parts.consumer.fetch(), name="fetch"),
+            asyncio.create_task(self._stop.wait(), name="stop"),
+        }
+        if parts.hear is not None:
+            tasks.add(asyncio.create_task(parts.hear(), name="listen"))
+        if self._until_idle:
+            tasks.add(asyncio.create_task(self._watch_idle(), name="until-idle"))
+        self._ready.set()
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        defect = _defect(ended)
+        await self._drain(settling)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._say_goodbye()
+        parts.heart.stop()
+        return 1 if defect or self._forced.is_set() else 0
+
+    async def _drain(self, settling: asyncio.Task[None]) -> None:
+        self._parts.relay.stop()
+        drain = asyncio.create_task(self._parts.consumer.drain(self._drain_timeout))
+        forced = asyncio.create_task(self._forced.wait())
+        await asyncio.wait({drain, forced}, return_when=asyncio.FIRST_COMPLETED)
+        if not drain.done():
+            drain.cancel()
+            await asyncio.wait({drain})
+            await self._parts.consumer.drain(0.0)
+        forced.cancel()
+        _, late = await asyncio.wait(
+            {settling}, timeout=_FORCED_PATIENCE if self._forced.is_set() else _SETTLE_PATIENCE
+        )
+        if late:
+            log.error("could not settle everything before the stop; other workers take over what is left")
+
+    async def _say_goodbye(self) -> None:
+        try:
+            async with asyncio.timeout(_FORCED_PATIENCE):
+                await self._parts.leave()
+        except (Unavailable, TimeoutError):
+            log.warning("could not sign off; other workers notice by the missing heartbeat")
+
+    async def _watch_idle(self) -> None:
+        """End when the relay has nothing fresh and every queue is empty, seen twice with nothing in between."""
+        relay, consumer = self._parts.relay, self._parts.consumer
+        while True:
+            await _until(lambda: consumer.quiet)
+            before = (relay.delivered, consumer.handled)
+            ticks = relay.idle_ticks
+            relay.wake()
+            await _until(lambda: relay.idle_ticks > ticks + 1)  # noqa: B023 - awaited at once
+            consumer.wake()
+            await _until(lambda: consumer.quiet)
+            if before == (relay.delivered, consumer.handled):
+                return
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(_QUIET_LOOK)
+
+
+def _defect(ended: set[asyncio.Task[Any]]) -> bool:
+    """Whether a loop of the worker ended by an exception, which is then logged."""
+    failed = [task for task in ended if not task.cancelled() and task.exception() is not None]
+    for task in failed:
+        log.critical("the %s loop failed; stopping", task.get_name(), exc_info=task.exception())
+    return bool(failed)
+
+
+class _Signals:
+    """SIGTERM and SIGINT call ``stop`` while the block runs; outside the main thread nothing is installed."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        self._installed: list[signal.Signals] = []
+
+    def __enter__(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            try:
+                loop.add_signal_handler(number, self._stop)
+            except (RuntimeError, ValueError, NotImplementedError):
+                return
+            self._installed.append(number)
+
+    def __exit__(self, *_: object) -> None:
+        for number in self._installed:
+            asyncio.get_running_loop().remove_signal_handler(number)
