@@ -16,6 +16,7 @@ Importing this package does no work; the default bus reads its settings when it 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from eventbus.errors import ConfigurationError, EventBusError, PublishError
@@ -47,11 +48,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    from eventbus import bus
-
-    match name:
-        case "EventBus":
-            return bus.EventBus
-        case "subscribe" | "outbox":
-            return getattr(bus.default_bus(), name)
-    raise AttributeError(f"module 'eventbus' has no attribute {name!r}")
+    if name not in ("EventBus", "subscribe", "outbox"):
+        raise AttributeError(f"module 'eventbus' has no attribute {name!r}")
+    bus = import_module("eventbus.bus")
+    if name == "EventBus":
+        return bus.EventBus
+    return getattr(bus.default_bus(), name)

@@ -14,13 +14,13 @@ import psycopg
 from eventbus import settings as settings_module
 from eventbus.consuming.subscriptions import Subscription, Subscriptions
 from eventbus.errors import ConfigurationError, Unavailable
-from eventbus.postgres.link import CONNECT, describe
+from eventbus.postgres.link import conninfo, describe
 from eventbus.postgres.migrate import require_current
 from eventbus.postgres.publishing import PublishStatements
-from eventbus.postgres.station import Station
 from eventbus.publishing.outbox import Outbox
 from eventbus.runtime.worker import Worker
 from eventbus.settings import Settings
+from eventbus.station import Station
 
 
 class EventBus:
@@ -76,9 +76,7 @@ class EventBus:
         self._chosen(queues)
         return asyncio.run(self._consume(settings, queues, until_idle=until_idle, wait=wait))
 
-    async def _consume(
-        self, settings: Settings, queues: Sequence[str] | None, *, until_idle: bool, wait: bool
-    ) -> int:
+    async def _consume(self, settings: Settings, queues: Sequence[str] | None, *, until_idle: bool, wait: bool) -> int:
         await _check_schema(settings, wait=wait)
         return await self.worker(settings, queues=queues, until_idle=until_idle, wait=wait).run()
 
@@ -94,7 +92,7 @@ async def _check_schema(settings: Settings, *, wait: bool) -> None:
     if settings.dsn is None:
         raise ConfigurationError("no database: set EVENTBUS_DSN")
     try:
-        with psycopg.connect(settings.dsn, **CONNECT) as connection:
+        with psycopg.connect(conninfo(settings.dsn, "start"), autocommit=True) as connection:
             require_current(connection, settings.schema_name)
     except psycopg.OperationalError as error:
         if not wait:
@@ -105,4 +103,3 @@ async def _check_schema(settings: Settings, *, wait: bool) -> None:
 def default_bus() -> EventBus:
     """The bus behind the module-level ``subscribe`` and ``outbox``."""
     return EventBus()
-

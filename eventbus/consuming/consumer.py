@@ -88,9 +88,8 @@ class Consumer:
             self._news.set()
             return
         for queue_id in queue_ids:
-            queue = self.queues.get(queue_id)
-            if queue is not None:
-                queue.dry = False
+            if queue_id in self.queues:
+                self.queues[queue_id].dry = False
                 self._news.set()
 
     def orphan(self) -> None:
@@ -302,7 +301,9 @@ class Consumer:
             lost = await self._engine.settle(leases)
             for lease in lost:
                 if not lease.dropped:
-                    log.warning("lost a lease while its events ran; they run again elsewhere", extra={"lease": repr(lease)})
+                    log.warning(
+                        "lost a lease while its events ran; they run again elsewhere", extra={"lease": repr(lease)}
+                    )
             settled = set(leases)
             self._finished = [lease for lease in self._finished if lease not in settled]
             for lease in leases:

@@ -172,9 +172,7 @@ class ThreadRunner:
             self._unfinished += 1
             self._inbox.put(delivery)
         for _ in range(min(self._slots, self._unfinished) - len(self._threads)):
-            thread = threading.Thread(
-                target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True
-            )
+            thread = threading.Thread(target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
 

@@ -13,8 +13,8 @@ from uuid import UUID, uuid4
 import orjson
 
 from eventbus.event import Event
-from eventbus.postgres.calls import Calls
 from eventbus.postgres.link import Link, Row
+from eventbus.postgres.statements import Statements
 from eventbus.transport import Claimed, ClaimedDue, Delivery, Due, Lease, Verdict
 
 _EVERYTHING: Final = datetime(1, 1, 1, tzinfo=UTC)
@@ -24,7 +24,7 @@ _SWEEP_SECONDS = 5.0
 class PostgresConsumer:
     """Implements :class:`eventbus.transport.ConsumerEngine` over two links: one claims, one settles."""
 
-    def __init__(self, claiming: Link, settling: Link, calls: Calls) -> None:
+    def __init__(self, claiming: Link, settling: Link, calls: Statements) -> None:
         self.worker_id = uuid4()
         self.names: dict[int, str] = {}
         """Queue numbers and names of this process."""
@@ -37,17 +37,17 @@ class PostgresConsumer:
 
     async def register(self) -> None:
         worker_id = uuid4()
-        await self._claiming.rows(self._calls.register, (worker_id, socket.gethostname(), os.getpid()))
+        await self._claiming.rows(self._calls["register"], (worker_id, socket.gethostname(), os.getpid()))
         self.worker_id = worker_id
         self._newest_claim = 0
 
     async def unregister(self) -> None:
-        await self._claiming.rows(self._calls.unregister, (self.worker_id,))
+        await self._claiming.rows(self._calls["unregister"], (self.worker_id,))
 
     async def claim(self, rooms: Mapping[int, int], max_bytes: int) -> Claimed:
         token = uuid4()
         parameters = (self.worker_id, token, list(rooms), list(rooms.values()), max_bytes)
-        rows = await self._claiming.rows(self._calls.claim, parameters)
+        rows = await self._claiming.rows(self._calls["claim"], parameters)
         return self._read_claims(rows, token)
 
     def _read_claims(self, rows: Sequence[Row], token: UUID) -> Claimed:
@@ -88,7 +88,7 @@ class PostgresConsumer:
         token = uuid4()
         starts = [self._due_from.get(queue_id, _EVERYTHING) for queue_id in rooms]
         parameters = (self.worker_id, token, list(rooms), list(rooms.values()), starts, max_bytes, alone)
-        return self._read_due(await self._claiming.rows(self._calls.claim_due, parameters), token, alone=alone)
+        return self._read_due(await self._claiming.rows(self._calls["claim_due"], parameters), token, alone=alone)
 
     def _read_due(self, rows: Iterable[Row], token: UUID, *, alone: bool) -> ClaimedDue:
         deliveries: dict[int, list[Delivery]] = {}
@@ -99,7 +99,9 @@ class PostgresConsumer:
             if exception_id is None:
                 upcoming[queue_id] = Due(due_in, crashed_in)
                 continue
-            lease = Lease(queue_id, token, now, exception_id=exception_id, crashes=crashes, size=size or 0, unfinished=1)
+            lease = Lease(
+                queue_id, token, now, exception_id=exception_id, crashes=crashes, size=size or 0, unfinished=1
+            )
             event = None
             if event_id is not None:
                 topic, key, payload, headers, published_at = rest
@@ -124,7 +126,7 @@ class PostgresConsumer:
             {"claim": lease.claim_id, "outcomes": _outcomes(lease.verdicts)} for lease in claims if lease.verdicts
         ]
         rows = await self._settling.rows(
-            self._calls.settle,
+            self._calls["settle"],
             (
                 [lease.claim_id for lease in claims],
                 [lease.token for lease in claims],
@@ -144,7 +146,7 @@ class PostgresConsumer:
             for lease in exceptions
         ]
         rows = await self._settling.rows(
-            self._calls.settle_exceptions,
+            self._calls["settle_exceptions"],
             (
                 [lease.exception_id for lease in exceptions],
                 [lease.token for lease in exceptions],
@@ -159,7 +161,7 @@ class PostgresConsumer:
         lease.done, lease.verdicts = [], []
         try:
             [row] = await self._settling.rows(
-                self._calls.record_progress,
+                self._calls["record_progress"],
                 (lease.claim_id, lease.token, sorted(done), orjson.dumps(_outcomes(verdicts)).decode()),
             )
         except BaseException:
@@ -174,13 +176,13 @@ class PostgresConsumer:
         claims = {lease.claim_id for lease in known if lease.claim_id}
         exceptions = {lease.exception_id for lease in known if lease.exception_id}
         lowest = 0 if thorough else min(claims, default=self._newest_claim)
-        held = await self._claiming.rows(self._calls.held, (self.worker_id, lowest))
+        held = await self._claiming.rows(self._calls["held"], (self.worker_id, lowest))
         lost_claims = [number for kind, number in held if kind == "claim" and number not in claims]
         lost_exceptions = [number for kind, number in held if kind == "exception" and number not in exceptions]
         if not lost_claims and not lost_exceptions:
             return 0
         [row] = await self._claiming.rows(
-            self._calls.release_unknown, (self.worker_id, sorted(lost_claims), sorted(lost_exceptions))
+            self._calls["release_unknown"], (self.worker_id, sorted(lost_claims), sorted(lost_exceptions))
         )
         return int(row[0])
 

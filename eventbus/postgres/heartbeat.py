@@ -16,8 +16,9 @@ from uuid import UUID
 import orjson
 import psycopg
 
-from eventbus.postgres.calls import Calls
-from eventbus.postgres.link import CONNECT, Outage, describe
+from eventbus.postgres.link import Outage, conninfo, describe
+from eventbus.postgres.statements import Statements
+from eventbus.settings import Settings
 
 log = logging.getLogger("eventbus")
 
@@ -52,13 +53,14 @@ class Watch:
 
 
 class Heartbeat:
-    """One thread per worker. ``lease`` in seconds; beats every third of it, and within a second of new claims."""
+    """One thread per worker. Beats every third of the lease, and within a second of new claims."""
 
-    def __init__(self, dsn: str, calls: Calls, lease: float, max_crashes: int, outage: Outage, watch: Watch) -> None:
-        self._dsn = dsn
+    def __init__(self, settings: Settings, calls: Statements, outage: Outage, watch: Watch) -> None:
+        assert settings.dsn is not None
+        self._dsn = settings.dsn
         self._calls = calls
-        self._lease = lease
-        self._max_crashes = max_crashes
+        self._lease = settings.lease
+        self._max_crashes = settings.max_crashes
         self._outage = outage
         self._watch = watch
         self._stopping = threading.Event()
@@ -107,7 +109,7 @@ class Heartbeat:
             pulse = self._watch.pulse()
         assert self._connection is not None
         row = self._connection.execute(
-            self._calls.beat,  # type: ignore[arg-type]
+            self._calls["beat"],
             (pulse.worker_id, self._lease, pulse.open_from, orjson.dumps(pulse.started).decode()),
         ).fetchone()
         assert row is not None
@@ -126,9 +128,7 @@ class Heartbeat:
         if time.monotonic() - self._connected_at < self._lease / 2:
             return
         assert self._connection is not None
-        row = self._connection.execute(
-            self._calls.take_over, (worker_id, self._lease, self._max_crashes)  # type: ignore[arg-type]
-        ).fetchone()
+        row = self._connection.execute(self._calls["take_over"], (worker_id, self._lease, self._max_crashes)).fetchone()
         assert row is not None
         workers, deliveries = row
         if workers:
@@ -136,8 +136,8 @@ class Heartbeat:
             self._watch.took_over()
 
     def _connect(self) -> None:
-        connection = psycopg.connect(self._dsn, application_name=f"eventbus {_NAME}", **CONNECT)
-        connection.execute("SET default_transaction_isolation = 'read committed'")
+        connection = psycopg.connect(conninfo(self._dsn, _NAME), autocommit=True)
+        connection.execute(self._calls["session"])
         self._connection = connection
         self._connected_at = time.monotonic()
         self._watch.connected()

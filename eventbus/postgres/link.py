@@ -11,25 +11,30 @@ from typing import Any
 
 import psycopg
 from psycopg import errors
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from eventbus.errors import BusPaused, Unavailable
 from eventbus.transport import LeaseLost, StatementCancelled
 
 log = logging.getLogger("eventbus")
 
-CONNECT = {
-    "autocommit": True,
+_DEFAULTS = {
     "connect_timeout": 10,
     "keepalives_idle": 15,
     "keepalives_interval": 5,
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,
 }
-_SESSION = "SET default_transaction_isolation = 'read committed'"
+_SESSION = b"SET default_transaction_isolation = 'read committed'"
 _LONGEST_BACKOFF = 5.0
 _CONNECTIONS_PER_WORKER = 5
 
 Row = tuple[Any, ...]
+
+
+def conninfo(dsn: str, name: str) -> str:
+    """``dsn`` with our name, and with time-outs that notice a dead peer unless it sets its own."""
+    return make_conninfo(dsn, **{**_DEFAULTS, **conninfo_to_dict(dsn), "application_name": f"eventbus {name}"})
 
 
 class Outage:
@@ -38,10 +43,6 @@ class Outage:
     def __init__(self) -> None:
         self._down: dict[str, str] = {}
         self._since = 0.0
-
-    @property
-    def down(self) -> bool:
-        return bool(self._down)
 
     def began(self, link: str, problem: str) -> None:
         """Report that ``link`` cannot work; logged when it is the first one."""
@@ -67,7 +68,7 @@ class Link:
         self._connection: psycopg.AsyncConnection[Row] | None = None
         self._failures = 0
 
-    async def rows(self, statement: str, parameters: Sequence[Any] = ()) -> list[Row]:
+    async def rows(self, statement: bytes, parameters: Sequence[Any] = ()) -> list[Row]:
         """Run one statement and fetch everything.
 
         Raises :class:`Unavailable` for all that may pass by itself (the outcome of the statement is then unknown),
@@ -75,7 +76,7 @@ class Link:
         """
         try:
             connection = self._connection or await self._connect()
-            cursor = await connection.execute(statement, parameters)  # type: ignore[arg-type]
+            cursor = await connection.execute(statement, parameters)
             rows = await cursor.fetchall() if cursor.description else []
         except psycopg.Error as error:
             raise await self._translate(error, statement) from error
@@ -84,21 +85,21 @@ class Link:
             self._outage.ended(self.name)
         return rows
 
-    async def transaction(self, isolation: psycopg.IsolationLevel, statements: Sequence[tuple[str, Sequence[Any]]]) -> Row:
-        """Run statements in one transaction; the last one's first row."""
+    async def transaction(self, isolation: psycopg.IsolationLevel, first: bytes, last: bytes, parameters: Row) -> Row:
+        """Run two statements in one transaction; the first row of the last one."""
         try:
             connection = self._connection or await self._connect()
             await connection.set_isolation_level(isolation)
             try:
                 async with connection.transaction():
-                    for statement, parameters in statements:
-                        cursor = await connection.execute(statement, parameters)  # type: ignore[arg-type]
+                    await connection.execute(first)
+                    cursor = await connection.execute(last, parameters)
                     row = await cursor.fetchone()
             finally:
                 if not connection.closed:
                     await connection.set_isolation_level(None)
         except psycopg.Error as error:
-            raise await self._translate(error, statements[-1][0]) from error
+            raise await self._translate(error, last) from error
         assert row is not None
         return row
 
@@ -112,18 +113,17 @@ class Link:
                 await self._connect()
                 return
             except psycopg.Error as error:
-                await self._translate(error, "connect")
+                await self._translate(error, b"connect")
 
     async def close(self) -> None:
+        """Close the connection; an outage of this link is over with it."""
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
         self._outage.ended(self.name)
 
     async def _connect(self) -> psycopg.AsyncConnection[Row]:
-        connection = await psycopg.AsyncConnection.connect(
-            self._dsn, application_name=f"eventbus {self.name}", **CONNECT
-        )
+        connection = await psycopg.AsyncConnection.connect(conninfo(self._dsn, self.name), autocommit=True)
         try:
             await connection.execute(_SESSION)
         except BaseException:
@@ -133,16 +133,16 @@ class Link:
         return connection
 
     def _backoff(self) -> float:
-        ceiling = min(_LONGEST_BACKOFF, 0.1 * 2 ** min(self._failures, 10))
-        return ceiling * (0.5 + random.random() / 2)  # noqa: S311 - spreads reconnects, no secret
+        ceiling = min(_LONGEST_BACKOFF, 0.1 * 2.0 ** min(self._failures, 10))
+        return ceiling * (0.5 + random.random() / 2)  # noqa: S311 - spreads reconnects, keeps no secret
 
-    async def _translate(self, error: psycopg.Error, statement: str) -> Exception:
+    async def _translate(self, error: psycopg.Error, statement: bytes) -> Exception:
         if error.sqlstate == "EB001":
             return LeaseLost(str(error))
         if error.sqlstate == "EB002":
             return BusPaused(str(error))
         self._failures += 1
-        problem = describe(error, statement)
+        problem = describe(error, statement.decode())
         if broken(error) or self._connection is None or self._connection.broken:
             connection, self._connection = self._connection, None
             if connection is not None:
@@ -158,7 +158,7 @@ def broken(error: psycopg.Error) -> bool:
     return (
         error.sqlstate is None
         or isinstance(error, psycopg.InterfaceError | errors.ReadOnlySqlTransaction)
-        or error.sqlstate[:2] in ("08", "57") and not isinstance(error, errors.QueryCanceled)
+        or (error.sqlstate[:2] in ("08", "57") and not isinstance(error, errors.QueryCanceled))
         or error.sqlstate in ("53300", "25P03", "25P02")
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import psycopg
 from psycopg import sql
 
-from eventbus.postgres.link import CONNECT, Outage, describe
+from eventbus.postgres.link import Outage, conninfo, describe
 
 log = logging.getLogger("eventbus")
 
@@ -47,7 +47,7 @@ class Listener:
         while True:
             try:
                 async with await psycopg.AsyncConnection.connect(
-                    self._dsn, application_name=f"eventbus {_NAME}", **CONNECT
+                    conninfo(self._dsn, _NAME), autocommit=True
                 ) as connection:
                     await self._listen(connection)
                     failures = 0

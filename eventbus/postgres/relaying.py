@@ -10,8 +10,8 @@ from typing import Final
 import orjson
 from psycopg import IsolationLevel
 
-from eventbus.postgres.calls import Calls
 from eventbus.postgres.link import Link
+from eventbus.postgres.statements import Statements
 from eventbus.transport import Tick
 
 _EVERYTHING: Final = datetime(1, 1, 1, tzinfo=UTC)
@@ -25,7 +25,7 @@ class PostgresRelay:
     deleted rows are, and from the very beginning every five seconds, for those that were committed late.
     """
 
-    def __init__(self, link: Link, calls: Calls, *, resume_after_restore: bool) -> None:
+    def __init__(self, link: Link, calls: Statements, *, resume_after_restore: bool) -> None:
         self._link = link
         self._calls = calls
         self._resume = resume_after_restore
@@ -36,42 +36,43 @@ class PostgresRelay:
         now = time.monotonic()
         if now - self._swept_at > _SWEEP_SECONDS:
             self._swept_at, self._due_from = now, _EVERYTHING
-        [row] = await self._link.rows(self._calls.tick, (limit, self._due_from))
+        [row] = await self._link.rows(self._calls["tick"], (limit, self._due_from))
         return Tick(*row)
 
     async def bindings(self) -> tuple[int, Sequence[tuple[int, str]]]:
-        rows = await self._link.rows(self._calls.bindings)
+        rows = await self._link.rows(self._calls["bindings"])
         return rows[0][0], [(queue_id, pattern) for _, queue_id, pattern in rows if queue_id is not None]
 
     async def resolve(self, version: int, routes: Mapping[str, Sequence[int]]) -> bool:
-        [row] = await self._link.rows(self._calls.resolve, (version, orjson.dumps(routes).decode()))
+        [row] = await self._link.rows(self._calls["resolve"], (version, orjson.dumps(routes).decode()))
         return bool(row[0])
 
     async def fall_asleep(self) -> bool:
-        [row] = await self._link.rows(self._calls.fall_asleep)
+        [row] = await self._link.rows(self._calls["fall_asleep"])
         return bool(row[0])
 
     async def fire_due(self, limit: int) -> int:
-        [(fired, upto)] = await self._link.rows(self._calls.fire_due, (limit, self._due_from))
+        [(fired, upto)] = await self._link.rows(self._calls["fire_due"], (limit, self._due_from))
         if upto is not None:
             self._due_from = upto
         return int(fired)
 
     async def attach(self) -> str:
         row = await self._link.transaction(
-            IsolationLevel.REPEATABLE_READ, [(self._calls.lock_for_attach, ()), (self._calls.attach, (self._resume,))]
+            IsolationLevel.REPEATABLE_READ, self._calls["lock_for_attach"], self._calls["attach"], (self._resume,)
         )
         return str(row[0])
 
     async def is_foreign(self) -> bool:
         """Whether ``attach`` has something to do."""
-        [row] = await self._link.rows(self._calls.is_foreign)
+        [row] = await self._link.rows(self._calls["is_foreign"])
         return bool(row[0])
 
     async def declare(self, patterns: Mapping[str, Sequence[str]]) -> dict[str, int]:
         """Create or change queues, by name; returns the number of each. The last declaration of a name wins."""
         wanted = [{"name": name, "patterns": list(chosen)} for name, chosen in patterns.items()]
-        return dict(await self._link.rows(self._calls.declare, (orjson.dumps(wanted).decode(),)))  # type: ignore[arg-type]
+        rows = await self._link.rows(self._calls["declare"], (orjson.dumps(wanted).decode(),))
+        return {name: number for name, number in rows}  # noqa: C416 - rows are tuples of any length to a type checker
 
     async def recover(self) -> None:
         await self._link.recover()

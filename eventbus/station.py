@@ -15,12 +15,12 @@ from eventbus.consuming.pace import Pace
 from eventbus.consuming.runners import Finish, Runner, TaskRunner, ThreadRunner
 from eventbus.consuming.subscriptions import Subscription
 from eventbus.errors import ConfigurationError, Unavailable
-from eventbus.postgres.calls import Calls
 from eventbus.postgres.claiming import PostgresConsumer
 from eventbus.postgres.heartbeat import Heartbeat, Pulse, Watch
 from eventbus.postgres.link import Link, Outage
 from eventbus.postgres.listener import Ears, Listener
 from eventbus.postgres.relaying import PostgresRelay
+from eventbus.postgres.statements import Statements
 from eventbus.publishing.relay import Relay
 from eventbus.runtime.worker import Parts
 from eventbus.settings import Settings
@@ -39,7 +39,7 @@ class Station:
         self._wait = wait
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outage = Outage()
-        calls = Calls.for_schema(settings.schema_name)
+        calls = Statements("engine", settings.schema_name)
         self._links = [Link(settings.dsn, name, self._outage) for name in ("relay", "claim", "settle")]
         relaying, claiming, settling = self._links
         self._relay_engine = PostgresRelay(relaying, calls, resume_after_restore=settings.on_restore == "resume")
@@ -50,9 +50,7 @@ class Station:
         self._relay = Relay(
             self._relay_engine, batch=settings.relay_batch, notify=settings.notify, fed=self._consumer.wake
         )
-        self._heart = Heartbeat(
-            settings.dsn, calls, settings.lease, settings.max_crashes, self._outage, self._watch()
-        )
+        self._heart = Heartbeat(settings, calls, self._outage, self._watch())
         self._listening(False)
 
     def parts(self) -> Parts:
@@ -112,7 +110,7 @@ class Station:
         for link in self._links:
             await link.close()
 
-    def _listening(self, heard: bool) -> None:
+    def _listening(self, heard: bool, /) -> None:
         interval = self._settings.poll_interval if heard else self._settings.poll_interval_without_listen
         self._relay.poll_interval = self._consumer.poll_interval = interval
 

@@ -1,0 +1,90 @@
+-- Calls of the engine's functions, which the migrations install and explain.
+
+-- name: session
+-- What every connection of the bus says first, whatever the role's default is.
+SET default_transaction_isolation = 'read committed'
+
+-- name: tick
+-- Relays the next rows.
+SELECT state, more, events, deliveries, fed, unknown, due_in FROM {schema}.tick(%s, %s)
+
+-- name: bindings
+-- Every active queue's patterns, with the version that they belong to.
+SELECT b.bindings_version, d.queue_id, d.pattern
+FROM {schema}.bus b
+LEFT JOIN ({schema}.bindings d JOIN {schema}.queues q ON q.id = d.queue_id AND q.state = 'active') ON true
+
+-- name: resolve
+-- Stores where topics go.
+SELECT {schema}.resolve_topics(%s, %s::json)
+
+-- name: fall_asleep
+-- Asks publishers to wake the relay.
+SELECT {schema}.fall_asleep()
+
+-- name: fire_due
+-- Moves due scheduled events to the outbox.
+SELECT fired, upto FROM {schema}.fire_due(%s, %s)
+
+-- name: is_foreign
+-- Whether this database was restored from another one.
+SELECT {schema}.is_foreign()
+
+-- name: lock_for_attach
+-- Keeps publishers and relays out while a new position is taken.
+LOCK TABLE {schema}.outbox, {schema}.ticks IN SHARE ROW EXCLUSIVE MODE
+
+-- name: attach
+-- Takes a new position after a restore.
+SELECT {schema}.attach(%s)
+
+-- name: declare
+-- Creates or changes queues.
+SELECT name, id FROM {schema}.declare_queues(%s::json)
+
+-- name: register
+-- Makes a live worker.
+SELECT {schema}.register_worker(%s::uuid, %s, %s)
+
+-- name: unregister
+-- Lets a worker leave.
+SELECT {schema}.unregister_worker(%s::uuid)
+
+-- name: beat
+-- One heartbeat.
+SELECT alive, expired FROM {schema}.beat(%s::uuid, %s, %s, %s::json)
+
+-- name: take_over
+-- Takes over workers that went silent.
+SELECT workers, deliveries FROM {schema}.take_over(%s::uuid, %s, %s)
+
+-- name: claim
+-- Claims the next range of each queue.
+SELECT claim_id, queue_id, lane, seq, size, event_id, topic, key, payload, headers, published_at
+FROM {schema}.claim(%s::uuid, %s::uuid, %s::integer[], %s::integer[], %s)
+
+-- name: claim_due
+-- Claims exceptions that are due.
+SELECT exception_id, queue_id, due_in, crashed_in, attempts, crashes, due_at, size, event_id, topic, key, payload,
+       headers, published_at
+FROM {schema}.claim_due(%s::uuid, %s::uuid, %s::integer[], %s::integer[], %s::timestamptz[], %s, %s)
+
+-- name: settle
+-- Settles whole claims.
+SELECT settle FROM {schema}.settle(%s::bigint[], %s::uuid[], %s::json)
+
+-- name: settle_exceptions
+-- Settles exceptions.
+SELECT settle_exceptions FROM {schema}.settle_exceptions(%s::bigint[], %s::uuid[], %s::json)
+
+-- name: record_progress
+-- Records finished deliveries of a claim that stays open.
+SELECT {schema}.record_progress(%s, %s::uuid, %s::bigint[], %s::json)
+
+-- name: held
+-- What a worker holds by the database.
+SELECT kind, id FROM {schema}.held(%s::uuid, %s)
+
+-- name: release_unknown
+-- Gives back what a worker holds without knowing.
+SELECT {schema}.release_unknown(%s::uuid, %s::bigint[], %s::bigint[])
