@@ -1,0 +1,239 @@
+"""Publishing: one INSERT into the outbox, on the caller's connection, in the caller's transaction.
+
+Before it: ``outgoing`` checks and encodes, ``connections`` knows the caller's kind of connection. After it: once the
+caller has committed, the relay finds the row. Nothing here opens a connection, commits, or changes the caller's
+connection; what the caller's connection raises passes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from datetime import datetime, timedelta
+from typing import Any, Final, Protocol
+from uuid import UUID
+
+from eventbus.errors import NotInTransaction, PublishError
+from eventbus.publishing.connections import Connections, Statement
+from eventbus.publishing.outgoing import OutboxEvent, Row, prepare
+from eventbus.settings import Settings
+
+_BATCH_EVENTS: Final = 1_000
+_BATCH_CHARACTERS: Final = 8 * 1024 * 1024
+
+
+class Statements(Protocol):
+    """The SQL texts, which live with the rest of the SQL."""
+
+    @property
+    def publish(self) -> str:
+        """One event."""
+
+    @property
+    def publish_many(self) -> str:
+        """Lists of events."""
+
+    @property
+    def schedule_many(self) -> str:
+        """Lists of events with when they are due."""
+
+
+class Outbox:
+    """Publishes events in the caller's transaction; safe to share between threads and tasks.
+
+    Each method raises :class:`~eventbus.errors.PublishError` before any SQL if something is wrong with an event or
+    with the connection; the caller's transaction is then as it was.
+    """
+
+    def __init__(self, statements: Statements, settings: Settings) -> None:
+        self.connections = Connections()
+        self._statements = statements
+        self._max_bytes = settings.max_payload_bytes
+        self._bound: ContextVar[_Binding | None] = ContextVar("eventbus_connection", default=None)
+
+    def publish_event(
+        self,
+        topic: str,
+        payload: Any,
+        *,
+        key: str | None = None,
+        headers: Mapping[str, str | None] | None = None,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+        event_id: UUID | None = None,
+        autocommit: bool = False,
+        conn: Any = None,
+    ) -> UUID:
+        """Publish one event when the caller commits; returns its id at once.
+
+        ``delay`` (seconds or a timedelta, by the database's clock) or ``at`` (an aware datetime) makes it due later.
+        ``autocommit=True`` allows a connection in autocommit mode without a transaction: the event is then
+        published at once, on its own.
+        """
+        row = prepare(OutboxEvent(topic, payload, key, headers, delay, at, event_id), self._max_bytes)
+        self._send(conn, self._one(row), autocommit=autocommit)
+        return row.event_id
+
+    async def apublish_event(
+        self,
+        topic: str,
+        payload: Any,
+        *,
+        key: str | None = None,
+        headers: Mapping[str, str | None] | None = None,
+        delay: float | timedelta | None = None,
+        at: datetime | None = None,
+        event_id: UUID | None = None,
+        autocommit: bool = False,
+        conn: Any = None,
+    ) -> UUID:
+        """As :meth:`publish_event`, on an async connection."""
+        row = prepare(OutboxEvent(topic, payload, key, headers, delay, at, event_id), self._max_bytes)
+        await self._asend(conn, self._one(row), autocommit=autocommit)
+        return row.event_id
+
+    def publish_events(
+        self, events: Iterable[OutboxEvent | tuple[str, Any]], *, autocommit: bool = False, conn: Any = None
+    ) -> list[UUID]:
+        """Publish many events in their order; returns their ids. All of them are checked before any SQL.
+
+        An event is an :class:`OutboxEvent` or a tuple of topic and payload. With ``autocommit=True`` outside a
+        transaction, too, it is all of them or none.
+        """
+        rows = self._prepare_all(events)
+        if rows:
+            self._send(conn, self._many(rows), autocommit=autocommit)
+        return [row.event_id for row in rows]
+
+    async def apublish_events(
+        self, events: Iterable[OutboxEvent | tuple[str, Any]], *, autocommit: bool = False, conn: Any = None
+    ) -> list[UUID]:
+        """As :meth:`publish_events`, on an async connection."""
+        rows = self._prepare_all(events)
+        if rows:
+            await self._asend(conn, self._many(rows), autocommit=autocommit)
+        return [row.event_id for row in rows]
+
+    @contextmanager
+    def using(self, conn: Any) -> Iterator[None]:
+        """Bind a connection, sync or async, for every publish of this block that names none; blocks nest.
+
+        Tasks that start inside the block see it too; one that outlives it gets an error instead of a connection that
+        somebody else may be using by then.
+        """
+        self.connections.check(conn)
+        binding = _Binding(conn)
+        token = self._bound.set(binding)
+        try:
+            yield
+        finally:
+            binding.ended = True
+            with suppress(ValueError):  # an async generator may be closed in another context than it began in
+                self._bound.reset(token)
+
+    def _send(self, conn: Any, statements: Sequence[Statement], *, autocommit: bool) -> None:
+        connection = self._connection(conn)
+        adapter = self.connections.find(connection)
+        if not autocommit and not adapter.in_transaction(connection):
+            raise NotInTransaction(_NOT_IN_TRANSACTION)
+        adapter.execute(connection, statements)
+
+    async def _asend(self, conn: Any, statements: Sequence[Statement], *, autocommit: bool) -> None:
+        connection = self._connection(conn)
+        adapter = self.connections.find_async(connection)
+        if not autocommit and not await adapter.in_transaction(connection):
+            raise NotInTransaction(_NOT_IN_TRANSACTION)
+        await adapter.execute(connection, statements)
+
+    def _connection(self, conn: Any) -> Any:
+        if conn is not None:
+            return conn
+        binding = self._bound.get()
+        if binding is None:
+            raise PublishError("no connection to publish on; pass conn=…, or bind one: with outbox.using(conn)")
+        if binding.ended:
+            raise PublishError("the block of outbox.using(conn) in which this task started has ended; pass conn=…")
+        return binding.connection
+
+    def _prepare_all(self, events: Iterable[OutboxEvent | tuple[str, Any]]) -> list[Row]:
+        rows: list[Row] = []
+        try:
+            for event in events:
+                rows.append(prepare(_outbox_event(event), self._max_bytes))  # noqa: PERF401 - counts for the note
+        except PublishError as error:
+            error.add_note(f"It is number {len(rows)} of the events, counted from 0; none was published.")
+            raise
+        return rows
+
+    def _one(self, row: Row) -> list[Statement]:
+        if row.delay is None and row.at is None:
+            parameters = (row.event_id.hex, row.topic, row.key, row.payload, row.headers)
+            return [Statement(self._statements.publish, parameters)]
+        return self._many([row])
+
+    def _many(self, rows: Sequence[Row]) -> list[Statement]:
+        now = [row for row in rows if row.delay is None and row.at is None]
+        later = [row for row in rows if row.delay is not None or row.at is not None]
+        return [
+            *(Statement(self._statements.publish_many, _columns(batch)[:5]) for batch in _batches(now)),
+            *(Statement(self._statements.schedule_many, _columns(batch)) for batch in _batches(later)),
+        ]
+
+
+class _Binding:
+    """A connection bound by ``using``, until the block ends."""
+
+    __slots__ = ("connection", "ended")
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self.ended = False
+
+
+def _outbox_event(given: object) -> OutboxEvent:
+    if isinstance(given, OutboxEvent):
+        return given
+    if isinstance(given, tuple) and len(given) == 2:
+        return OutboxEvent(*given)
+    raise PublishError(f"an event is an OutboxEvent or a tuple (topic, payload), not {type(given).__name__}")
+
+
+def _batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """Runs of rows that fit one statement; a single large row has one of its own."""
+    start = characters = 0
+    for end, row in enumerate(rows):
+        if end > start and (end - start == _BATCH_EVENTS or characters + len(row.payload) > _BATCH_CHARACTERS):
+            yield rows[start:end]
+            start, characters = end, 0
+        characters += len(row.payload)
+    if rows:
+        yield rows[start:]
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    return [
+        _array(row.event_id.hex for row in rows),
+        _array(row.topic for row in rows),
+        _array(row.key for row in rows),
+        f"[{','.join(row.payload for row in rows)}]",
+        _array(row.headers for row in rows),
+        _array(row.delay for row in rows),
+        _array(row.at for row in rows),
+    ]
+
+
+def _array(values: Iterable[str | None]) -> str:
+    """A PostgreSQL array literal: every element quoted, so that a topic named null stays text."""
+    return f"{{{','.join('NULL' if value is None else _quoted(value) for value in values)}}}"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+_NOT_IN_TRANSACTION: Final = (
+    "the connection is in autocommit mode and no transaction is open; open one around your changes and the publish "
+    "(with conn.transaction():), or say autocommit=True to publish at once, on its own"
+)

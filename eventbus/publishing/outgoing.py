@@ -1,0 +1,127 @@
+"""From what a program wants to publish to the row that will be inserted; nothing here talks to a database.
+
+Everything that can be wrong with an event is found here, before any SQL, so that a refused publish leaves the
+caller's transaction as it was. ``outbox`` sends the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+
+import orjson
+
+from eventbus.errors import PublishError
+from eventbus.event import CAUSATION_ID, CORRELATION_ID, current_event, new_event_id
+from eventbus.payload import encode
+from eventbus.topics import validate_headers, validate_key, validate_topic
+
+MAX_DELAY: Final = timedelta(days=36_500)
+"""Longest delay; far beyond any use, and safely inside PostgreSQL's calendar."""
+
+_MICROSECOND: Final = timedelta(microseconds=1)
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxEvent:
+    """One event to publish with ``publish_events``; the same options as ``publish_event``."""
+
+    topic: str
+    payload: Any = None
+    key: str | None = None
+    headers: Mapping[str, str | None] | None = None
+    delay: float | timedelta | None = None
+    """Seconds or a timedelta from the moment of the INSERT, by the database's clock."""
+    at: datetime | None = None
+    """Aware datetime at which the event is published; a moment in the past means as soon as possible."""
+    event_id: UUID | None = None
+
+
+class Row(NamedTuple):
+    """A checked event as the text that PostgreSQL gets; ``delay`` and ``at`` are set if it has to wait."""
+
+    event_id: UUID
+    topic: str
+    key: str | None
+    payload: str
+    headers: str | None
+    delay: str | None
+    at: str | None
+
+
+def prepare(event: OutboxEvent, max_bytes: int) -> Row:
+    """Check and encode one event; raises :class:`~eventbus.errors.PublishError` with what to change."""
+    return Row(
+        event_id=_event_id(event.event_id),
+        topic=validate_topic(event.topic),
+        key=None if event.key is None else validate_key(event.key),
+        payload=encode(event.payload, max_bytes=max_bytes),
+        headers=_headers(event.headers),
+        delay=_delay(event),
+        at=_at(event),
+    )
+
+
+def _event_id(given: object) -> UUID:
+    if given is None:
+        return new_event_id()
+    if not isinstance(given, UUID):
+        raise PublishError(f"event_id is a uuid.UUID, not {type(given).__name__}; leave it out to get a new one")
+    return given
+
+
+def _headers(given: Mapping[str, str | None] | None) -> str | None:
+    """The headers as JSON. What a handler publishes also says which event caused it, unless the caller did."""
+    headers = validate_headers(given)
+    cause = current_event.get()
+    if cause is not None:
+        named = given or {}
+        if CORRELATION_ID not in named:
+            headers[CORRELATION_ID] = cause.correlation_id
+        if CAUSATION_ID not in named:
+            headers[CAUSATION_ID] = str(cause.event_id)
+    return orjson.dumps(headers).decode() if headers else None
+
+
+def _delay(event: OutboxEvent) -> str | None:
+    delay = event.delay
+    if delay is None:
+        return None
+    if event.at is not None:
+        raise PublishError("delay and at exclude each other; give one of them")
+    microseconds = _microseconds(delay)
+    if microseconds < 0:
+        raise PublishError(f"delay {delay} is negative; leave it out to publish now")
+    if microseconds > MAX_DELAY // _MICROSECOND:
+        raise PublishError(f"delay {delay} is longer than {MAX_DELAY.days} days; plain numbers are seconds")
+    if not microseconds:
+        return None
+    return f"{microseconds // 1_000_000}.{microseconds % 1_000_000:06} seconds"
+
+
+def _microseconds(delay: object) -> int:
+    if isinstance(delay, timedelta):
+        return delay // _MICROSECOND
+    if isinstance(delay, bool) or not isinstance(delay, int | float):
+        raise PublishError(f"delay is in seconds or a timedelta, not {type(delay).__name__}")
+    if isinstance(delay, float) and not math.isfinite(delay):
+        raise PublishError(f"delay {delay} is no length of time; give seconds or a timedelta")
+    return round(delay * 1_000_000)
+
+
+def _at(event: OutboxEvent) -> str | None:
+    moment = event.at
+    if moment is None:
+        return None
+    if not isinstance(moment, datetime):
+        raise PublishError(f"at is a datetime, not {type(moment).__name__}; for a length of time use delay")
+    if moment.utcoffset() is None:
+        raise PublishError("at is a naive datetime; give it a time zone, as datetime.now(UTC) has")
+    try:
+        return moment.astimezone(UTC).isoformat()
+    except OverflowError:
+        raise PublishError(f"at {moment} does not fit into the calendar of UTC") from None
