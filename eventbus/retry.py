@@ -19,7 +19,6 @@ LONGEST_WAIT: Final = 365 * 86_400.0
 _SHORTEST_FIRST: Final = 0.001
 _MOST_ATTEMPTS: Final = 1_000_000
 _SPREAD: Final = 0.9
-_LARGEST_EXPONENT: Final = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +67,8 @@ class RetryPolicy:
         return failed_attempts >= self.max_attempts
 
     def _exponential(self, failed_attempts: int) -> float:
-        exponent = min(max(failed_attempts, 1) - 1, _LARGEST_EXPONENT)
         try:
-            return float(min(self.cap, self.first * float(self.factor) ** exponent))
+            return float(min(self.cap, self.first * float(self.factor) ** (max(failed_attempts, 1) - 1)))
         except OverflowError:
             return float(self.cap)
 

@@ -44,7 +44,6 @@ def load_modules(names: Iterable[str], folder: Path) -> list[Loaded]:
     folder = _absolute(str(folder))
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()
     return [_load(name, folder) for name in names]
 
 

@@ -11,12 +11,12 @@ import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from unittest.mock import AsyncMock, Mock
 
 import psycopg
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from eventbus.consuming.handlers import Handler, adapt, conclude
 from eventbus.errors import ConfigurationError, InvalidHandler, PayloadMismatch
@@ -185,6 +185,15 @@ def test_a_payload_that_does_not_fit_is_told_before_the_handler_starts() -> None
 
     with pytest.raises(PayloadMismatch, match=r"does not fit Order: \$\.id: missing"):
         adapt(handle).call(event("{}"))
+
+
+def test_constraints_in_an_annotation_are_checked() -> None:
+    def handle(amount: Annotated[int, Field(gt=0)]) -> int:
+        return amount
+
+    assert adapt(handle).call(event("1")) == 1
+    with pytest.raises(PayloadMismatch, match=r"greater_than$"):
+        adapt(handle).call(event("-1"))
 
 
 def test_a_handler_that_only_takes_the_event_costs_nothing_extra() -> None:

@@ -185,6 +185,22 @@ def test_an_error_inside_a_library_is_told_with_the_users_line_that_led_there(fo
     assert str(refusal("shop", folder)).endswith(f"({file}:2)")
 
 
+def test_an_error_in_a_virtual_environment_of_the_project_is_no_error_of_the_users_code(
+    folder: Path, write: Write
+) -> None:
+    write(".venv/site-packages/price_list.py", "def read():\n    raise ValueError('empty')\n")
+    sys.path.append(str(folder / ".venv/site-packages"))
+    file = write("shop.py", "import price_list\nprice_list.read()\n")
+    assert str(refusal("shop", folder)).endswith(f"ValueError: empty ({file}:2)")
+
+
+def test_an_error_of_an_installed_module_is_told_with_its_own_line(folder: Path, write: Write) -> None:
+    file = write("installed/shop.py", "\n\nraise ValueError('empty')\n")
+    sys.path.append(str(folder / "installed"))
+    (folder / "project").mkdir()
+    assert str(refusal("shop", folder / "project")).endswith(f"ValueError: empty ({file}:3)")
+
+
 def test_a_refused_handler_is_told_with_its_own_message(folder: Path, write: Write) -> None:
     file = write(
         "shop.py",
@@ -259,3 +275,4 @@ def test_the_folder_can_be_given_as_it_is_typed(folder: Path, write: Write, monk
     write("shop.py", "")
     monkeypatch.chdir(folder)
     assert load_modules(["shop"], Path())[0].module.__file__ == str(folder / "shop.py")
+    assert f"searched {folder} and" in str(refusal("shops", Path()))

@@ -118,6 +118,14 @@ def test_a_long_number_in_a_text_does_not_change_how_a_strict_model_is_read() ->
     assert loader(Strict)(event(payload)) == Strict(day=date(2026, 11, 30), total=Decimal("1234567890123456789.5"))
 
 
+def test_a_number_of_another_field_stays_what_it_is_next_to_long_money() -> None:
+    class Priced(BaseModel):
+        price: Decimal
+        weight: Any
+
+    assert type(loader(Priced)(event('{"price": 12345678901234567.89, "weight": 1.5}')).weight) is float
+
+
 def test_a_payload_nested_deeper_than_the_json_reader_goes_still_reaches_its_handler() -> None:
     loaded = loader(list[Any])(event("[" * 300 + "]" * 300))
     for _ in range(299):
@@ -218,3 +226,4 @@ def test_a_type_that_no_payload_can_become_is_refused_before_any_event_arrives(a
         loader(annotation)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+    assert "arbitrary_types_allowed" not in str(refused.value)

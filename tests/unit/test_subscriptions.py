@@ -51,7 +51,10 @@ def subscriptions() -> Subscriptions:
 def test_the_decorated_function_stays_what_it_was_so_that_it_can_be_called_and_tested(
     subscriptions: Subscriptions,
 ) -> None:
+    def handle_payload(payload: dict[str, int]) -> None: ...
+
     assert subscriptions.subscribe("orders.created")(handle) is handle
+    assert subscriptions.subscribe("orders.created")(handle_payload) is handle_payload
 
 
 def test_a_subscription_keeps_all_that_was_said(subscriptions: Subscriptions) -> None:
@@ -201,6 +204,22 @@ def test_a_module_that_is_imported_under_two_names_gets_no_second_queue_and_says
         f"handle (line 4) would get two queues; import it under one name everywhere"
     )
     assert len(subscriptions) == 1
+
+
+def test_a_module_that_is_imported_through_a_symbolic_link_too_gets_no_second_queue(folder: Path) -> None:
+    (folder / "orders.py").write_text(MODULE.format(name=""))
+    (folder / "linked_orders.py").symlink_to(folder / "orders.py")
+    importlib.import_module("orders")
+    with pytest.raises(DuplicateQueue, match="imported under two names, 'orders' and 'linked_orders'"):
+        importlib.import_module("linked_orders")
+
+
+def test_code_that_comes_from_no_file_is_not_taken_for_one_module(subscriptions: Subscriptions) -> None:
+    for module in ("cell_one", "cell_two"):
+        names: dict[str, Any] = {"__name__": module}
+        exec("def handle(event): ...", names)
+        subscriptions.subscribe("a")(names["handle"])
+    assert [subscription.name for subscription in subscriptions] == ["cell_one.handle", "cell_two.handle"]
 
 
 def test_one_queue_name_in_two_modules_is_refused(folder: Path) -> None:
