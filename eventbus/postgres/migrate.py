@@ -1,17 +1,24 @@
 """Installs and upgrades the bus's schema: numbered ``.sql`` files, one transaction each.
 
-Ten processes may migrate at once: each migration takes a transaction-scoped advisory lock and looks again under it.
+Ten processes may migrate at once: each step takes a transaction-scoped advisory lock and looks again under it. A step
+that fails leaves nothing of itself. When nothing is missing, nothing is written and no right to write is needed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
+from typing import Final
 
 import psycopg
-from psycopg import sql
+from psycopg.rows import class_row
 
-LOCK_NAMESPACE = 0x65766274
+from eventbus.errors import ConfigurationError, SchemaMismatch, SchemaMissing
+from eventbus.postgres.statements import Statements, render
+
+_OR_SQL: Final = "; or let a DBA run the output of: eventbus migrate --sql"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,44 +28,188 @@ class Migration:
     name: str
     text: str
 
+    @property
+    def purpose(self) -> str:
+        """What the step is for: the first line of the file."""
+        return self.text.partition("\n")[0].removeprefix("--").strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Who a connection is, what of the schema is there, and which rights the role has on it."""
+
+    role: str
+    database: str
+    may_create_schema: bool
+    schema_exists: bool
+    owner: str
+    may_use: bool
+    may_create: bool
+    installed: bool
+    may_read: bool
+
 
 def migrations(schema: str) -> list[Migration]:
-    """Every migration that this code knows, in order, written for ``schema``."""
+    """Every step that this code knows, in order, written for ``schema``."""
     folder = resources.files("eventbus.postgres") / "migrations"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".sql")), key=lambda file: file.name)
-    return [Migration(file.name.removesuffix(".sql"), render(file.read_text(encoding="utf-8"), schema)) for file in files]
-
-
-def render(text: str, schema: str) -> str:
-    """Fill in ``{schema}``, the quoted identifier, and ``{name}``, the bare name."""
-    return text.replace("{schema}", f'"{schema}"').replace("{name}", schema)
+    texts = {file.name.removesuffix(".sql"): file.read_text(encoding="utf-8") for file in files}
+    return [Migration(name, render(text, schema)) for name, text in texts.items()]
 
 
 def migrate(dsn: str, schema: str) -> list[str]:
-    """Apply what is missing; returns the names that this call applied. Each is atomic; a crash leaves whole steps."""
-    applied = []
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        for migration in migrations(schema):
-            if _apply(connection, migration, schema):
-                applied.append(migration.name)
-    return applied
+    """Apply what is missing; returns the names that this call applied. Each is atomic; a crash leaves whole steps.
+
+    Raises :class:`~eventbus.errors.SchemaMismatch` when the schema is newer than this code, and
+    :class:`~eventbus.errors.ConfigurationError` naming the right that the role lacks.
+    """
+    with _connect(dsn) as connection:
+        missing = _missing(connection, schema)
+        if missing:
+            _require_rights(_situation(connection, schema), schema)
+        return [migration.name for migration in missing if _apply(connection, migration, schema)]
+
+
+def pending(dsn: str, schema: str) -> list[Migration]:
+    """What :func:`migrate` would apply, in order. Raises what it would raise, but asks for no right to write."""
+    with _connect(dsn) as connection:
+        return _missing(connection, schema)
+
+
+def require_current(connection: psycopg.Connection, schema: str) -> None:
+    """Return if the schema is what this code works with; raises one clear line otherwise.
+
+    :class:`~eventbus.errors.SchemaMissing`, :class:`~eventbus.errors.SchemaMismatch` (it says which side to upgrade),
+    or :class:`~eventbus.errors.ConfigurationError` when the role may not look.
+    """
+    situation = _situation(connection, schema)
+    if not situation.installed:
+        raise SchemaMissing(
+            f'the bus has no schema "{schema}" in database "{situation.database}"; run: eventbus migrate'
+        )
+    missing = outstanding(_applied(connection, situation, schema), schema)
+    if missing:
+        raise SchemaMismatch(
+            f'schema "{schema}" is older than this eventbus ({_names(missing)} missing); '
+            "upgrade the schema: eventbus migrate"
+        )
+
+
+def outstanding(applied: Collection[str], schema: str) -> list[Migration]:
+    """The steps that are not among ``applied``; :class:`SchemaMismatch` if the schema is newer than this code."""
+    known = migrations(schema)
+    unknown = sorted(set(applied) - {migration.name for migration in known})
+    if unknown:
+        raise SchemaMismatch(
+            f'schema "{schema}" was migrated by a newer eventbus ({", ".join(unknown)} unknown here); '
+            "upgrade this installation of eventbus"
+        )
+    return [migration for migration in known if migration.name not in applied]
+
+
+@contextmanager
+def _connect(dsn: str) -> Iterator[psycopg.Connection]:
+    with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as connection:
+        connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+        connection.read_only = False
+        yield connection
+
+
+def _situation(connection: psycopg.Connection, schema: str) -> Situation:
+    with connection.cursor(row_factory=class_row(Situation)) as cursor:
+        situation = cursor.execute(Statements("migrate", schema)["situation"]).fetchone()
+    assert situation is not None
+    return situation
+
+
+def _applied(connection: psycopg.Connection, situation: Situation, schema: str) -> list[str]:
+    if not situation.installed:
+        return []
+    if not situation.may_use:
+        raise ConfigurationError(_lacks(situation, f'USAGE ON SCHEMA "{schema}"'))
+    if not situation.may_read:
+        raise ConfigurationError(_lacks(situation, f'SELECT ON "{schema}".migrations'))
+    try:
+        return [name for (name,) in connection.execute(Statements("migrate", schema)["applied"])]
+    except psycopg.errors.UndefinedColumn:
+        raise ConfigurationError(_taken(f'"{schema}".migrations')) from None
+
+
+def _missing(connection: psycopg.Connection, schema: str) -> list[Migration]:
+    with connection.transaction():
+        connection.execute(Statements("migrate", schema)["settings"])
+        return outstanding(_applied(connection, _situation(connection, schema), schema), schema)
+
+
+def _require_rights(situation: Situation, schema: str) -> None:
+    if not situation.schema_exists and not situation.may_create_schema:
+        raise ConfigurationError(_lacks(situation, f'CREATE ON DATABASE "{situation.database}"') + _OR_SQL)
+    if situation.schema_exists and not (situation.may_create and situation.may_use):
+        raise ConfigurationError(_lacks(situation, f'USAGE, CREATE ON SCHEMA "{schema}"') + _OR_SQL)
 
 
 def _apply(connection: psycopg.Connection, migration: Migration, schema: str) -> bool:
-    with connection.transaction():
-        connection.execute("SET LOCAL search_path = pg_catalog")
-        connection.execute("SELECT pg_advisory_xact_lock(%s, hashtext(%s))", [LOCK_NAMESPACE, schema])
-        connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(schema)))
-        table = sql.Identifier(schema, "migrations")
-        connection.execute(
-            sql.SQL(
-                "CREATE TABLE IF NOT EXISTS {} (name text PRIMARY KEY,"
-                " applied_at timestamptz NOT NULL DEFAULT clock_timestamp())"
-            ).format(table)
+    statements = Statements("migrate", schema)
+    try:
+        with connection.transaction():
+            connection.execute(statements["settings"])
+            connection.execute(statements["lock"])
+            if not _situation(connection, schema).schema_exists:
+                connection.execute(statements["create_schema"])
+            connection.execute(statements["create_table"])
+            if migration.name in {name for (name,) in connection.execute(statements["applied"])}:
+                return False
+            connection.execute(migration.text.encode())
+            connection.execute(_record(migration, schema).encode())
+    except psycopg.errors.InsufficientPrivilege as error:
+        owner = _situation(connection, schema).owner
+        raise ConfigurationError(
+            f'{migration.name} was not applied: {error.diag.message_primary}; run it as the owner "{owner}"{_OR_SQL}'
+        ) from error
+    except (psycopg.errors.DuplicateTable, psycopg.errors.DuplicateFunction) as error:
+        raise ConfigurationError(_taken(str(error.diag.message_primary))) from error
+    return True
+
+
+def _record(migration: Migration, schema: str) -> str:
+    return render(f"INSERT INTO {{schema}}.migrations (name) VALUES ('{migration.name}');", schema)  # noqa: S608 - ours
+
+
+def script(schema: str) -> str:
+    """Every step as one script for psql, for a DBA to read and run; applied steps are skipped, each is atomic."""
+    statements = Statements("migrate", schema)
+    head = (
+        f'-- Installs or upgrades the schema "{schema}" of eventbus. For psql 14 or newer: psql --file=THIS_FILE\n'
+        "-- Each step is one transaction; steps that were applied before are skipped.\n"
+        "\\set ON_ERROR_STOP on\n"
+    )
+    return head + "".join(_script_of(migration, statements, schema) for migration in migrations(schema))
+
+
+def _script_of(migration: Migration, statements: Statements, schema: str) -> str:
+    return "\n".join(
+        (
+            f"\n\\echo {migration.name}",
+            statements.text("begin"),
+            statements.text("settings"),
+            f"{statements.text('lock')} AS locked \\gset",
+            render("SELECT pg_catalog.to_regnamespace('{schema}') IS NULL AS absent \\gset", schema),
+            f"\\if :absent\n{statements.text('create_schema')}\n\\endif",
+            statements.text("create_table"),
+            f"SELECT '{migration.name}' NOT IN ({statements.text('applied')}) AS missing \\gset",
+            f"\\if :missing\n{migration.text.strip()}\n{_record(migration, schema)}\n\\endif",
+            "COMMIT;\n",
         )
-        row = connection.execute(sql.SQL("SELECT 1 FROM {} WHERE name = %s").format(table), [migration.name]).fetchone()
-        if row:
-            return False
-        connection.execute(migration.text)  # type: ignore[arg-type]
-        connection.execute(sql.SQL("INSERT INTO {} (name) VALUES (%s)").format(table), [migration.name])
-        return True
+    )
+
+
+def _lacks(situation: Situation, right: str) -> str:
+    return f'role "{situation.role}" lacks a right; grant it: GRANT {right} TO "{situation.role}"'
+
+
+def _taken(what: str) -> str:
+    return f"{what} is not the bus's: give the bus a schema of its own with the setting schema (EVENTBUS_SCHEMA)"
+
+
+def _names(steps: list[Migration]) -> str:
+    return ", ".join(migration.name for migration in steps)

@@ -1,0 +1,417 @@
+"""The schema arrives whole, once, under any name, whoever else is at it and whatever the role's settings are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Barrier
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from eventbus.errors import ConfigurationError, SchemaMismatch, SchemaMissing
+from eventbus.postgres import migrate as steps
+from eventbus.postgres import privileges
+from eventbus.postgres.migrate import Migration, migrate, migrations, pending, require_current, script
+from tests.servers import Server
+
+NAMES = [migration.name for migration in migrations("eventbus")]
+
+
+@pytest.fixture
+def empty(empty_dsn: str) -> Iterator[psycopg.Connection]:
+    with psycopg.connect(empty_dsn, autocommit=True) as connection:
+        yield connection
+
+
+@pytest.fixture
+def new_role(empty: psycopg.Connection, empty_dsn: str) -> Iterator[Callable[[], tuple[str, str]]]:
+    """Make roles without any right: name, and a DSN into the test's database."""
+    made: list[str] = []
+
+    def new() -> tuple[str, str]:
+        name = f"eventbus_test_{uuid.uuid4().hex[:12]}"
+        empty.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
+        made.append(name)
+        return name, psycopg.conninfo.make_conninfo(empty_dsn, user=name)
+
+    yield new
+    for name in made:
+        empty.execute(sql.SQL("DROP OWNED BY {0}").format(sql.Identifier(name)))
+        empty.execute(sql.SQL("DROP ROLE {0}").format(sql.Identifier(name)))
+
+
+@contextmanager
+def only_first(count: int) -> Iterator[None]:
+    """As if this code knew only the first steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "migrations", lambda schema: migrations(schema)[:count])
+        yield
+
+
+def ten_at_once(dsn: str, schema: str) -> list[str]:
+    barrier = Barrier(10)
+
+    def one(_: int) -> list[str]:
+        barrier.wait(30)
+        return migrate(dsn, schema)
+
+    with ThreadPoolExecutor(10) as threads:
+        return sorted(name for applied in threads.map(one, range(10)) for name in applied)
+
+
+def objects(connection: psycopg.Connection, schema: str) -> set[str]:
+    """Every table, index, sequence, function and trigger of a schema, with its definition."""
+    found = connection.execute(
+        """
+        SELECT format('%%s %%s', c.relkind, c.relname) FROM pg_class c WHERE c.relnamespace = %(s)s::regnamespace
+        UNION ALL
+        SELECT pg_get_functiondef(p.oid) FROM pg_proc p WHERE p.pronamespace = %(s)s::regnamespace
+        UNION ALL
+        SELECT pg_get_triggerdef(t.oid) FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid
+        WHERE c.relnamespace = %(s)s::regnamespace AND NOT t.tgisinternal
+        """,
+        {"s": f'"{schema}"'},
+    )
+    return {row[0] for row in found}
+
+
+def publish_and_relay(connection: psycopg.Connection, schema: str) -> int:
+    """One event through publish(), declare, resolve and tick; how many deliveries the queue got."""
+    name = sql.Identifier(schema)
+    one = json.dumps([{"name": "q", "patterns": ["#"]}])
+    connection.execute(sql.SQL("SELECT {}.declare_queues(%s)").format(name), [one])
+    connection.execute(sql.SQL("SELECT {}.publish('orders.created', '1')").format(name))
+    connection.execute(
+        sql.SQL(
+            "SELECT {0}.resolve_topics(b.bindings_version, json_build_object('orders.created', json_build_array(q.id)))"
+            " FROM {0}.bus b, {0}.queues q"
+        ).format(name)
+    )
+    row = connection.execute(sql.SQL("SELECT deliveries FROM {}.tick(100)").format(name)).fetchone()
+    assert row
+    return int(row[0])
+
+
+def test_an_empty_database_gets_every_step_in_order_and_a_second_run_does_nothing(empty_dsn: str) -> None:
+    assert [step.name for step in pending(empty_dsn, "eventbus")] == NAMES
+    assert migrate(empty_dsn, "eventbus") == NAMES
+    assert migrate(empty_dsn, "eventbus") == []
+    assert pending(empty_dsn, "eventbus") == []
+
+
+def test_ten_processes_on_an_empty_database_apply_each_step_once_and_none_fails(empty_dsn: str) -> None:
+    assert ten_at_once(empty_dsn, "eventbus") == NAMES
+
+
+def test_ten_processes_one_version_behind_apply_the_last_step_once_and_none_fails(empty_dsn: str) -> None:
+    with only_first(len(NAMES) - 1):
+        migrate(empty_dsn, "eventbus")
+    assert ten_at_once(empty_dsn, "eventbus") == NAMES[-1:]
+
+
+@pytest.mark.parametrize("setting", ["transaction_isolation = 'serializable'", "transaction_read_only = on"])
+def test_a_role_with_odd_transaction_defaults_can_migrate_beside_others(
+    empty: psycopg.Connection, empty_dsn: str, new_role: Callable[[], tuple[str, str]], setting: str
+) -> None:
+    role, dsn = new_role()
+    empty.execute(sql.SQL("ALTER ROLE {} SET default_{}").format(sql.Identifier(role), sql.SQL(setting)))
+    empty.execute(sql.SQL("ALTER ROLE {} SET lock_timeout = '1ms'").format(sql.Identifier(role)))
+    empty.execute(
+        sql.SQL("GRANT CREATE ON DATABASE {} TO {}").format(sql.Identifier(empty.info.dbname), sql.Identifier(role))
+    )
+    assert ten_at_once(dsn, "eventbus") == NAMES
+
+
+def test_two_buses_live_in_one_database_under_names_with_capitals_and_hyphens(
+    empty: psycopg.Connection, empty_dsn: str
+) -> None:
+    empty.execute("DROP SCHEMA public CASCADE")
+    for schema in ("evt", "Evt-2"):
+        assert migrate(empty_dsn, schema) == NAMES
+        require_current(empty, schema)
+    assert publish_and_relay(empty, "evt") == 1
+    assert publish_and_relay(empty, "Evt-2") == 1
+    counts = empty.execute('SELECT (SELECT count(*) FROM evt.outbox), (SELECT count(*) FROM "Evt-2".outbox)')
+    assert counts.fetchone() == (1, 1)
+
+
+def test_a_hostile_search_path_changes_nothing(empty: psycopg.Connection, empty_dsn: str) -> None:
+    empty.execute("CREATE SCHEMA evil")
+    for signature in ("clock_timestamp() RETURNS timestamptz", "pg_current_xact_id() RETURNS xid8"):
+        empty.execute(
+            f"CREATE FUNCTION evil.{signature} LANGUAGE plpgsql AS $$ BEGIN RAISE 'evil was called'; END $$".encode()
+        )
+    empty.execute("CREATE TABLE evil.outbox (); CREATE TABLE evil.migrations (name text); CREATE TABLE evil.queues ()")
+    hostile = psycopg.conninfo.make_conninfo(empty_dsn, options="-c search_path=evil,pg_catalog")
+    assert migrate(hostile, "eventbus") == NAMES
+    assert pending(hostile, "eventbus") == []
+    with psycopg.connect(hostile, autocommit=True) as connection:
+        require_current(connection, "eventbus")
+        assert publish_and_relay(connection, "eventbus") == 1
+
+
+def test_a_step_that_fails_leaves_nothing_of_itself_and_the_steps_before_it(
+    empty: psycopg.Connection, empty_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = migrations("eventbus")
+    broken = Migration("9999_broken", 'CREATE TABLE "eventbus".half_done (); SELECT 1/0;')
+    monkeypatch.setattr(steps, "migrations", lambda schema: [*known, broken])
+    with pytest.raises(psycopg.errors.DivisionByZero):
+        migrate(empty_dsn, "eventbus")
+    assert [step.name for step in pending(empty_dsn, "eventbus")] == ["9999_broken"]
+    assert empty.execute("SELECT to_regclass('eventbus.half_done')").fetchone() == (None,)
+
+
+def test_a_first_step_that_fails_leaves_not_even_the_schema(
+    empty: psycopg.Connection, empty_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "migrations", lambda schema: [Migration("0001_broken", "SELECT 1/0;")])
+    with pytest.raises(psycopg.errors.DivisionByZero):
+        migrate(empty_dsn, "eventbus")
+    assert empty.execute("SELECT to_regnamespace('eventbus')").fetchone() == (None,)
+
+
+def test_a_database_without_the_bus_says_what_to_run(empty: psycopg.Connection) -> None:
+    with pytest.raises(SchemaMissing, match="run: eventbus migrate"):
+        require_current(empty, "eventbus")
+    empty.execute("CREATE SCHEMA eventbus")
+    with pytest.raises(SchemaMissing, match="run: eventbus migrate"):
+        require_current(empty, "eventbus")
+
+
+def test_an_older_schema_says_to_upgrade_the_schema(empty: psycopg.Connection, empty_dsn: str) -> None:
+    with only_first(len(NAMES) - 1):
+        migrate(empty_dsn, "eventbus")
+    with pytest.raises(SchemaMismatch, match=f"{NAMES[-1]} missing.*upgrade the schema: eventbus migrate"):
+        require_current(empty, "eventbus")
+
+
+def test_a_newer_schema_says_to_upgrade_the_installation_and_is_left_alone(
+    empty: psycopg.Connection, empty_dsn: str
+) -> None:
+    migrate(empty_dsn, "eventbus")
+    empty.execute("INSERT INTO eventbus.migrations (name) VALUES ('9999_later')")
+    with pytest.raises(SchemaMismatch, match=r"9999_later unknown here.*upgrade this installation"):
+        require_current(empty, "eventbus")
+    with only_first(len(NAMES) - 1), pytest.raises(SchemaMismatch, match="upgrade this installation"):
+        migrate(empty_dsn, "eventbus")
+
+
+def test_a_table_of_somebody_else_in_the_way_is_named_and_kept(empty: psycopg.Connection, empty_dsn: str) -> None:
+    empty.execute("CREATE TABLE public.queues (mine int)")
+    with pytest.raises(ConfigurationError, match=r"queues.*a schema of its own"):
+        migrate(empty_dsn, "public")
+    assert empty.execute("SELECT mine FROM public.queues").fetchall() == []
+    empty.execute("CREATE TABLE public.migrations (app text)")
+    with pytest.raises(ConfigurationError, match=r"migrations.*a schema of its own"):
+        pending(empty_dsn, "public")
+
+
+def test_the_script_for_a_dba_makes_the_same_schema_and_records_itself(
+    server: Server, empty: psycopg.Connection, empty_dsn: str, tmp_path: Path
+) -> None:
+    run_script(server, empty_dsn, tmp_path, script("By-hand"))
+    require_current(empty, "By-hand")
+    migrate(empty_dsn, "By-code")
+    assert {text.replace("By-hand", "By-code") for text in objects(empty, "By-hand")} == objects(empty, "By-code")
+    run_script(server, empty_dsn, tmp_path, script("By-hand"))
+    assert migrate(empty_dsn, "By-hand") == []
+
+
+def test_the_script_for_a_dba_upgrades_an_older_schema(
+    server: Server, empty: psycopg.Connection, empty_dsn: str, tmp_path: Path
+) -> None:
+    with only_first(2):
+        migrate(empty_dsn, "eventbus")
+    run_script(server, empty_dsn, tmp_path, script("eventbus"))
+    require_current(empty, "eventbus")
+
+
+def test_the_script_for_a_dba_stops_at_an_error_and_keeps_whole_steps(
+    server: Server, empty: psycopg.Connection, empty_dsn: str, tmp_path: Path
+) -> None:
+    with only_first(2):
+        migrate(empty_dsn, "eventbus")
+    empty.execute("CREATE FUNCTION eventbus.next_due(timestamptz) RETURNS int LANGUAGE sql AS 'SELECT 1'")
+    with pytest.raises(subprocess.CalledProcessError):
+        run_script(server, empty_dsn, tmp_path, script("eventbus"))
+    assert [step.name for step in pending(empty_dsn, "eventbus")] == NAMES[2:]
+    assert empty.execute("SELECT to_regproc('eventbus.tick')").fetchone() == (None,)
+
+
+def run_script(server: Server, dsn: str, folder: Path, text: str) -> None:
+    if server.programs is None:
+        pytest.skip("no psql of this server's version")
+    file = folder / "eventbus.sql"
+    file.write_text(text)
+    subprocess.run([server.programs.path("psql"), "-X", "-q", "-f", file, dsn], check=True, capture_output=True)
+
+
+def test_a_role_that_may_not_create_is_told_the_exact_grant(
+    empty: psycopg.Connection, empty_dsn: str, new_role: Callable[[], tuple[str, str]]
+) -> None:
+    role, dsn = new_role()
+    database = empty.info.dbname
+    with pytest.raises(ConfigurationError, match=f'GRANT CREATE ON DATABASE "{database}" TO "{role}"'):
+        migrate(dsn, "eventbus")
+    assert [step.name for step in pending(dsn, "eventbus")] == NAMES
+    empty.execute("CREATE SCHEMA eventbus")
+    with pytest.raises(ConfigurationError, match=f'GRANT USAGE, CREATE ON SCHEMA "eventbus" TO "{role}"'):
+        migrate(dsn, "eventbus")
+    empty.execute(sql.SQL("GRANT USAGE, CREATE ON SCHEMA eventbus TO {}").format(sql.Identifier(role)))
+    assert migrate(dsn, "eventbus") == NAMES
+
+
+def test_a_role_that_does_not_own_the_tables_is_told_who_does(
+    empty: psycopg.Connection,
+    empty_dsn: str,
+    new_role: Callable[[], tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    migrate(empty_dsn, "eventbus")
+    known = migrations("eventbus")
+    altering = Migration("9999_alter", 'ALTER TABLE "eventbus".outbox ADD COLUMN extra int;')
+    monkeypatch.setattr(steps, "migrations", lambda schema: [*known, altering])
+    role, dsn = new_role()
+    for right in ("USAGE, CREATE ON SCHEMA eventbus", "SELECT ON eventbus.migrations"):
+        empty.execute(sql.SQL("GRANT {} TO {}").format(sql.SQL(right), sql.Identifier(role)))
+    owner = empty.info.user
+    with pytest.raises(ConfigurationError, match=f'9999_alter was not applied.*run it as the owner "{owner}"'):
+        migrate(dsn, "eventbus")
+
+
+def test_a_role_without_rights_on_a_current_schema_is_told_the_exact_grants(
+    empty: psycopg.Connection, empty_dsn: str, new_role: Callable[[], tuple[str, str]]
+) -> None:
+    migrate(empty_dsn, "eventbus")
+    role, dsn = new_role()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        for right in ('USAGE ON SCHEMA "eventbus"', 'SELECT ON "eventbus".migrations'):
+            with pytest.raises(ConfigurationError, match=f'GRANT {right} TO "{role}"'):
+                require_current(connection, "eventbus")
+            empty.execute(f'GRANT {right} TO "{role}"'.encode())
+        require_current(connection, "eventbus")
+    assert migrate(dsn, "eventbus") == [], "a plain role may find out that nothing is missing"
+
+
+def test_a_role_with_the_documented_grants_publishes_and_can_do_nothing_else(
+    empty: psycopg.Connection, empty_dsn: str, new_role: Callable[[], tuple[str, str]]
+) -> None:
+    migrate(empty_dsn, "eventbus")
+    role, dsn = new_role()
+    for grant in privileges.grants(privileges.PUBLISH, "eventbus", role):
+        empty.execute(grant.encode())
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        assert privileges.missing(connection, "eventbus", privileges.PUBLISH) == []
+        connection.execute(
+            "INSERT INTO eventbus.outbox (event_id, topic, key, payload, headers, size)"
+            " VALUES (gen_random_uuid(), 'orders.created', 'k', '{}', '{}', 2)"
+        )
+        connection.execute("SELECT eventbus.publish('orders.created', '1')")
+        connection.execute("SELECT eventbus.publish('orders.created', '1', delay => '1 hour')")
+        for forbidden in (
+            "INSERT INTO eventbus.outbox (xid, topic, payload, size) VALUES ('3', 'a', '1', 1)",
+            "SELECT payload FROM eventbus.outbox",
+            "DELETE FROM eventbus.scheduled",
+            "CREATE TABLE eventbus.mine ()",
+        ):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                connection.execute(forbidden.encode())
+    counts = empty.execute("SELECT (SELECT count(*) FROM eventbus.outbox), (SELECT count(*) FROM eventbus.scheduled)")
+    assert counts.fetchone() == (2, 1)
+
+
+def consume_one(connection: psycopg.Connection, outcome: str) -> None:
+    """Relay, claim and settle one event by the engine's functions, and everything else that a worker calls."""
+    assert publish_and_relay_due(connection) == 1
+    worker = uuid.uuid4()
+    connection.execute("SELECT eventbus.register_worker(%s, 'host', 1)", [worker])
+    connection.execute("SELECT eventbus.beat(%s, 30, 0, '{}')", [worker])
+    token = uuid.uuid4()
+    claimed = connection.execute(
+        "SELECT claim_id, queue_id, seq FROM eventbus.claim(%s, %s,"
+        " ARRAY(SELECT id FROM eventbus.queues), ARRAY[10], 1000000)",
+        [worker, token],
+    ).fetchall()
+    [(claim_id, queue_id, seq)] = claimed
+    outcomes = json.dumps([{"claim": claim_id, "outcomes": [{"seq": seq, "outcome": outcome, "reason": "no"}]}])
+    assert connection.execute("SELECT eventbus.record_progress(%s, %s, '{}', '[]')", [claim_id, token]).fetchone()
+    settled = connection.execute("SELECT eventbus.settle(%s, %s, %s)", [[claim_id], [token], outcomes]).fetchall()
+    assert settled == [(claim_id,)]
+    if outcome == "retry":
+        [(exception_id,)] = connection.execute(
+            "SELECT exception_id FROM eventbus.claim_due(%s, %s, %s, ARRAY[10], ARRAY['-infinity'::timestamptz],"
+            " 1000000, false) WHERE exception_id IS NOT NULL",
+            [worker, token, [queue_id]],
+        ).fetchall()
+        done = json.dumps([{"id": exception_id, "outcome": "done"}])
+        assert connection.execute(
+            "SELECT eventbus.settle_exceptions(%s, %s, %s)", [[exception_id], [token], done]
+        ).fetchall() == [(exception_id,)]
+    connection.execute("SELECT eventbus.take_over(%s, 30, 3)", [worker])
+    connection.execute("SELECT eventbus.release_unknown(%s, '{}', '{}')", [worker])
+    connection.execute("SELECT eventbus.fall_asleep()")
+    connection.execute("SELECT eventbus.unregister_worker(%s)", [worker])
+
+
+def publish_and_relay_due(connection: psycopg.Connection) -> int:
+    connection.execute("SELECT eventbus.fire_due(10, '-infinity')")
+    name = "worker-queue"
+    connection.execute(
+        "SELECT eventbus.declare_queues(%s)", [json.dumps([{"name": name, "patterns": ["orders.*", "x"]}])]
+    )
+    connection.execute("SELECT eventbus.declare_queues(%s)", [json.dumps([{"name": name, "patterns": ["orders.*"]}])])
+    connection.execute(
+        "SELECT eventbus.resolve_topics(b.bindings_version, json_build_object('orders.created',"
+        " json_build_array(q.id))) FROM eventbus.bus b, eventbus.queues q"
+    )
+    row = connection.execute("SELECT deliveries FROM eventbus.tick(100)").fetchone()
+    assert row
+    return int(row[0])
+
+
+@pytest.mark.parametrize("outcome", ["done", "retry", "dead"])
+def test_a_role_with_the_documented_grants_consumes_and_can_change_nothing_else(
+    empty: psycopg.Connection, empty_dsn: str, new_role: Callable[[], tuple[str, str]], outcome: str
+) -> None:
+    migrate(empty_dsn, "eventbus")
+    role, dsn = new_role()
+    for grant in privileges.grants(privileges.CONSUME, "eventbus", role):
+        empty.execute(grant.encode())
+    empty.execute("SELECT eventbus.publish('orders.created', '1', delay => '0')")
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        require_current(connection, "eventbus")
+        privileges.require(connection, "eventbus", privileges.CONSUME)
+        consume_one(connection, outcome)
+        for forbidden in ("UPDATE eventbus.outbox SET topic = 'a'", "DELETE FROM eventbus.deliveries"):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                connection.execute(forbidden.encode())
+    dead = empty.execute("SELECT count(*) FROM eventbus.dead_letters").fetchone()
+    assert dead == (1 if outcome == "dead" else 0,)
+
+
+PARTS = [name for right in privileges.CONSUME for *_, name in right.parts("eventbus")]
+
+
+def test_every_right_that_is_taken_away_is_named_before_anything_starts(
+    empty: psycopg.Connection, empty_dsn: str, new_role: Callable[[], tuple[str, str]]
+) -> None:
+    migrate(empty_dsn, "eventbus")
+    role, dsn = new_role()
+    for grant in privileges.grants(privileges.CONSUME, "eventbus", role):
+        empty.execute(grant.encode())
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        for right in PARTS:
+            empty.execute(f'REVOKE {right} FROM "{role}"'.encode())
+            assert privileges.missing(connection, "eventbus", privileges.CONSUME) == [right]
+            with pytest.raises(ConfigurationError) as refused:
+                privileges.require(connection, "eventbus", privileges.CONSUME)
+            assert f'GRANT {right} TO "{role}"' in str(refused.value)
+            empty.execute(f'GRANT {right} TO "{role}"'.encode())
