@@ -100,18 +100,24 @@ def adapt(function: Callable[..., Any], name: str | None = None) -> Handler:
 
 def _define(function: Any) -> Definition:
     named = _named(function)
-    code = getattr(_innermost(_underlying(function)), "__code__", None)
+    file, line = _place(_underlying(function))
     return Definition(
         function=function,
         module=getattr(named, "__module__", None) or "builtins",
         qualname=named.__qualname__,
-        file=None if code is None else _real_file(code.co_filename),
-        line=None if code is None else code.co_firstlineno,
+        file=file if file is None or file.startswith("<") else os.path.realpath(file),
+        line=line,
     )
 
 
-def _real_file(file: str) -> str:
-    return file if file.startswith("<") else os.path.realpath(file)
+def _place(plain: Any) -> tuple[str | None, int | None]:
+    code = getattr(_innermost(plain), "__code__", None)
+    if code is not None:
+        return code.co_filename, code.co_firstlineno
+    try:
+        return inspect.getsourcefile(plain), inspect.getsourcelines(plain)[1]
+    except (TypeError, OSError):
+        return None, None
 
 
 def _named(function: Any) -> Any:
@@ -150,7 +156,7 @@ def _refuse_what_never_runs(function: Any, plain: Any) -> None:
     if isinstance(function, classmethod):
         raise Unfit("it is a class method without its class; subscribe it after the class, subscribe(…)(Class.method)")
     if not callable(function):
-        raise Unfit(f"a {type(function).__name__} cannot be called; subscribe a function")
+        raise Unfit(f"an object of type {type(function).__name__} cannot be called; subscribe a function")
     if inspect.isasyncgenfunction(plain) or inspect.isgeneratorfunction(plain):
         raise Unfit("it is a generator (it has a 'yield') whose body would never run; handle the event without 'yield'")
 
@@ -159,10 +165,11 @@ def _default_name(definition: Definition, plain: Any) -> str:
     module = _module_to_import(definition.module, getattr(_innermost(plain), "__globals__", {}))
     if module is None:
         raise Unfit("no queue name can be made for it because it is in no module; give one with name=…")
+    name = f"{module}.{definition.qualname.replace('<locals>.', '')}"
     try:
-        return validate_queue_name(f"{module}.{definition.qualname.replace('<locals>.', '')}")
-    except ConfigurationError as problem:
-        raise Unfit(f"its default {problem}: give one with name=…") from None
+        return validate_queue_name(name)
+    except ConfigurationError:
+        raise Unfit(f"its own name makes no queue name, {name!a} is not allowed; give one with name=…") from None
 
 
 def _module_to_import(module: str, names: dict[str, Any]) -> str | None:

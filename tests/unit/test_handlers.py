@@ -228,8 +228,8 @@ REFUSED: list[tuple[Any, str]] = [
     (with_connection, "needs transactional=True, which this version does not have"),
     (lambda: None, "no parameter for the event"),
     (lambda first, second: None, "would all get the event"),
-    ("not a function", "a str cannot be called"),
-    (None, "a NoneType cannot be called"),
+    ("not a function", "an object of type str cannot be called"),
+    (None, "an object of type NoneType cannot be called"),
 ]
 
 
@@ -246,6 +246,8 @@ def test_a_refusal_says_which_function_and_where_it_stands() -> None:
     with pytest.raises(InvalidHandler) as refused:
         adapt(generator)
     assert str(refused.value).startswith(f"{__name__}.generator ({__file__}:{line}) cannot be a handler: ")
+    with pytest.raises(InvalidHandler, match=rf"Callables \({__file__}:{inspect.getsourcelines(Callables)[1]}\)"):
+        adapt(Callables)
 
 
 def test_a_handler_tells_where_its_own_code_stands_through_partials_objects_and_decorators() -> None:
