@@ -55,7 +55,12 @@ class Station:
 
     def parts(self) -> Parts:
         """The worker's parts; nothing is connected yet."""
-        ears = Ears(published=self._relay.wake, fed=self._consumer.wake, listening=self._listening)
+        ears = Ears(
+            published=self._relay.wake,
+            fed=self._consumer.wake,
+            listening=self._listening,
+            own_relay=lambda: None if self._settings.listen_dsn else self._links[0].backend_pid,
+        )
         assert self._settings.dsn is not None
         listener = Listener(
             self._settings.listen_dsn or self._settings.dsn, self._settings.schema_name, self._outage, ears

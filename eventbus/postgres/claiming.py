@@ -32,6 +32,10 @@ class PostgresConsumer:
         self._settling = settling
         self._calls = calls
         self._newest_claim = 0
+        self._floors = (0, 0)
+        """The newest claims of the two last looks at what we hold."""
+        self._turn = 0
+        """Whose turn it is to be first when the byte budget does not reach for all."""
         self._due_from: dict[int, datetime] = {}
         self._swept_at = 0.0
 
@@ -39,14 +43,16 @@ class PostgresConsumer:
         worker_id = uuid4()
         await self._claiming.rows(self._calls["register"], (worker_id, socket.gethostname(), os.getpid()))
         self.worker_id = worker_id
-        self._newest_claim = 0
+        self.forget_newest_claim()
 
     async def unregister(self) -> None:
         await self._claiming.rows(self._calls["unregister"], (self.worker_id,))
 
     async def claim(self, rooms: Mapping[int, int], max_bytes: int) -> Claimed:
         token = uuid4()
-        parameters = (self.worker_id, token, list(rooms), list(rooms.values()), max_bytes)
+        turn = self._turn = (self._turn + 1) % len(rooms)
+        order = [*rooms][turn:] + [*rooms][:turn]
+        parameters = (self.worker_id, token, order, [rooms[queue_id] for queue_id in order], max_bytes)
         rows = await self._claiming.rows(self._calls["claim"], parameters)
         return self._read_claims(rows, token)
 
@@ -175,8 +181,9 @@ class PostgresConsumer:
             self.forget_newest_claim()
         claims = {lease.claim_id for lease in known if lease.claim_id}
         exceptions = {lease.exception_id for lease in known if lease.exception_id}
-        lowest = 0 if thorough else min(claims, default=self._newest_claim)
-        held = await self._claiming.rows(self._calls["held"], (self.worker_id, lowest))
+        floors = (self._floors[1], self._newest_claim)
+        held = await self._claiming.rows(self._calls["held"], (self.worker_id, self._floors[0]))
+        self._floors = floors
         lost_claims = [number for kind, number in held if kind == "claim" and number not in claims]
         lost_exceptions = [number for kind, number in held if kind == "exception" and number not in exceptions]
         if not lost_claims and not lost_exceptions:
@@ -195,11 +202,16 @@ class PostgresConsumer:
     def forget_newest_claim(self) -> None:
         """A server that crashed may hand out lower claim ids again: bound nothing by the highest one seen."""
         self._newest_claim = 0
+        self._floors = (0, 0)
 
     def beat_state(self, leases: Iterable[Lease]) -> tuple[int, dict[str, int]]:
-        """What a heartbeat tells of the open claims: a lower bound of their ids, and how far each has started."""
+        """What a heartbeat tells of the open claims: a lower bound of their ids, and how far each has started.
+
+        A claim whose reply was lost may be committed by the server after we looked for it. So the bound stays at the
+        newest claim of two looks ago, a whole lease back at least.
+        """
         started = {str(lease.claim_id): lease.started for lease in leases if lease.claim_id}
-        return min(map(int, started), default=self._newest_claim + 1 if self._newest_claim else 0), started
+        return min([self._floors[0], *map(int, started)]), started
 
 
 def _outcomes(verdicts: Sequence[tuple[int, Verdict]]) -> list[dict[str, Any]]:

@@ -68,6 +68,11 @@ class Link:
         self._connection: psycopg.AsyncConnection[Row] | None = None
         self._failures = 0
 
+    @property
+    def backend_pid(self) -> int | None:
+        """The server's process behind this link, while it is connected."""
+        return None if self._connection is None else self._connection.info.backend_pid
+
     async def rows(self, statement: bytes, parameters: Sequence[Any] = ()) -> list[Row]:
         """Run one statement and fetch everything.
 

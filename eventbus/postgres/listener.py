@@ -29,6 +29,8 @@ class Ears:
     fed: Callable[[Sequence[int] | None], None]
     listening: Callable[[bool], None]
     """Whether notifications can be heard from now on."""
+    own_relay: Callable[[], int | None]
+    """The server's process behind the relay of this process, which wakes the consumer directly."""
 
 
 class Listener:
@@ -70,6 +72,8 @@ class Listener:
         async for notification in connection.notifies():
             if notification.channel == self._relay_channel:
                 self._ears.published()
+            elif notification.pid == self._ears.own_relay():
+                continue
             elif notification.payload == "*":
                 self._ears.fed(None)
             else:

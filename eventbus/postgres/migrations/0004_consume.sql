@@ -51,8 +51,8 @@ BEGIN
 END
 $body$;
 
--- Claims the next range of each queue that has one: at most p_limits[i] events of p_queues[i], at most p_bytes of
--- payload in all (at least one event). One row per delivery, in order; event_id is null where the outbox no longer has
+-- Claims the next range of each queue that has one, in the order given: at most p_limits[i] events of p_queues[i], at
+-- most p_bytes of payload in all (at least one event). One row per delivery, in order; event_id is null where the outbox no longer has
 -- the event. A row without claim_id tells of queue_id that it has more: with seq, deliveries up to seq are left; without
 -- seq, another worker is claiming from it at this moment.
 CREATE FUNCTION {schema}.claim(p_worker uuid, p_token uuid, p_queues integer[], p_limits integer[], p_bytes bigint)
@@ -74,16 +74,16 @@ BEGIN
     PERFORM {schema}.require_read_committed();
     PERFORM set_config('synchronous_commit', 'off', true);
     FOR v_lane IN
-        SELECT f.queue_id, f.lane, f.most, f.newest, row_number() OVER (ORDER BY f.queue_id, f.lane) AS n FROM (
-            SELECT u.queue_id, 0 AS lane, u.most,
+        SELECT f.queue_id, f.lane, f.most, f.newest, row_number() OVER (ORDER BY f.place, f.lane) AS n FROM (
+            SELECT u.queue_id, 0 AS lane, u.most, u.place,
                    (SELECT d.seq FROM {schema}.deliveries d WHERE d.queue_id = u.queue_id AND d.lane = 0
                     ORDER BY d.seq DESC LIMIT 1) AS newest,
                    (SELECT c.hi FROM {schema}.claims c WHERE c.queue_id = u.queue_id AND c.lane = 0
                     ORDER BY c.lo DESC LIMIT 1) AS claimed
-            FROM unnest(p_queues, p_limits) AS u (queue_id, most)
+            FROM unnest(p_queues, p_limits) WITH ORDINALITY AS u (queue_id, most, place)
         ) f
         WHERE f.most > 0 AND f.newest > coalesce(f.claimed, 0)
-        ORDER BY f.queue_id, f.lane
+        ORDER BY n
     LOOP
         queue_id := v_lane.queue_id;
         lane := v_lane.lane;
@@ -302,7 +302,9 @@ BEGIN
     ), left_path AS MATERIALIZED (
         SELECT r.*, d.outbox_id, d.replay_id FROM outcomes r
         JOIN recorded p ON p.seq = r.seq
-        LEFT JOIN {schema}.deliveries d ON d.queue_id = c.queue_id AND d.lane = c.lane AND d.seq = r.seq
+        LEFT JOIN LATERAL (
+            SELECT d.outbox_id, d.replay_id FROM {schema}.deliveries d
+            WHERE d.queue_id = c.queue_id AND d.lane = c.lane AND d.seq = r.seq OFFSET 0) d ON true
     ), retried AS (
         INSERT INTO {schema}.exceptions (due_at, seq, outbox_id, queue_id, lane, replay_id, attempts, key,
                                          first_error, last_error)
@@ -465,7 +467,9 @@ BEGIN
     INSERT INTO {schema}.exceptions (due_at, seq, outbox_id, queue_id, lane, replay_id, crashes, key)
     SELECT clock_timestamp(), d.seq, d.outbox_id, c.queue_id, c.lane, d.replay_id, 1, o.key
     FROM unnest(v_lost) AS l (seq)
-    JOIN {schema}.deliveries d ON d.queue_id = c.queue_id AND d.lane = c.lane AND d.seq = l.seq
+    CROSS JOIN LATERAL (
+        SELECT d.seq, d.outbox_id, d.replay_id FROM {schema}.deliveries d
+        WHERE d.queue_id = c.queue_id AND d.lane = c.lane AND d.seq = l.seq OFFSET 0) d
     LEFT JOIN {schema}.outbox o ON o.id = d.outbox_id
     WHERE l.seq <= coalesce(p_started, c.hi) AND p_max_crashes > 1
     ORDER BY d.seq;
@@ -474,7 +478,9 @@ BEGIN
     SELECT o.published_at, c.queue_id, c.lane, d.seq, d.outbox_id, d.replay_id, 0, 1,
            o.event_id, o.topic, o.key, o.payload, o.headers, 'worker died'
     FROM unnest(v_lost) AS l (seq)
-    JOIN {schema}.deliveries d ON d.queue_id = c.queue_id AND d.lane = c.lane AND d.seq = l.seq
+    CROSS JOIN LATERAL (
+        SELECT d.seq, d.outbox_id, d.replay_id FROM {schema}.deliveries d
+        WHERE d.queue_id = c.queue_id AND d.lane = c.lane AND d.seq = l.seq OFFSET 0) d
     LEFT JOIN {schema}.outbox o ON o.id = d.outbox_id
     WHERE l.seq <= coalesce(p_started, c.hi) AND p_max_crashes <= 1
     ORDER BY d.seq;
