@@ -115,7 +115,7 @@ class Station:
         for link in self._links:
             await link.close()
 
-    def _listening(self, heard: bool, /) -> None:
+    def _listening(self, heard: bool) -> None:  # noqa: FBT001 - a callback with one parameter
         interval = self._settings.poll_interval if heard else self._settings.poll_interval_without_listen
         self._relay.poll_interval = self._consumer.poll_interval = interval
 

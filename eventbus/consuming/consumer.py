@@ -26,6 +26,8 @@ _BUSY_PAUSE = 0.003
 _PROGRESS_AFTER = 1.0
 """Seconds after which a claim that is still open has its finished deliveries recorded."""
 _PAUSED_POLL = 2.0
+_CANCEL_PATIENCE = 0.5
+"""Seconds that cancelled handlers get to clean up."""
 _NEVER = float("inf")
 
 
@@ -314,10 +316,11 @@ class Consumer:
     async def _record_progress(self) -> None:
         now = time.monotonic()
         for lease in list(self.leases):
-            if lease.unfinished and now - lease.opened_at > _PROGRESS_AFTER and (lease.done or lease.verdicts):
-                if not await self._engine.record_progress(lease):
-                    lease.dropped = True
-                    self._forget(lease)
+            news = lease.unfinished and (lease.done or lease.verdicts)
+            if news and now - lease.opened_at > _PROGRESS_AFTER and not await self._engine.record_progress(lease):
+                log.warning("lost a lease while its events ran; they run again elsewhere", extra={"lease": repr(lease)})
+                lease.dropped = True
+                self._forget(lease)
 
     def _forget(self, lease: Lease) -> None:
         if lease in self.leases:
@@ -331,23 +334,25 @@ class Consumer:
 
     # Stopping
 
-    async def drain(self, timeout: float) -> None:
-        """Claim nothing more, let running handlers finish for ``timeout`` seconds, give back the rest."""
+    async def drain(self, seconds: float) -> None:
+        """Claim nothing more, let running handlers finish for that long, give back the rest."""
         self._stopping = True
         self._news.set()
         self._settled.set()
         for queue in self.queues.values():
             self._release(queue, queue.runner.withdraw())
-        deadline = time.monotonic() + timeout
-        while self._running() and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
+        await self._until_quiet(seconds)
         for queue in self.queues.values():
             self._release(queue, queue.runner.withdraw())
             queue.runner.abort()
-        patience = time.monotonic() + 0.5
-        while self._running() and time.monotonic() < patience:
-            await asyncio.sleep(0.01)
+        await self._until_quiet(_CANCEL_PATIENCE)
         self._abandon()
+
+    async def _until_quiet(self, seconds: float) -> None:
+        """Wait until no handler runs, that long at most."""
+        deadline = time.monotonic() + seconds
+        while self._running() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)  # noqa: ASYNC110 - threads end without telling
 
     def _running(self) -> int:
         return sum(queue.runner.running for queue in self.queues.values())

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, assert_never
 
-from eventbus.consuming.results import Failure, conclude, failure, outcome_of
+from eventbus.consuming.results import Failure, conclude, failure, needs_waiting, outcome_of
 from eventbus.consuming.subscriptions import Subscription
 from eventbus.errors import PayloadMismatch
 from eventbus.event import Event
@@ -34,6 +35,13 @@ log = logging.getLogger("eventbus")
 MISSING = Verdict("dead", reason="event missing: the outbox no longer has it")
 
 
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What a plain handler returned and somebody must wait for on the event loop: a coroutine, a future."""
+
+    result: Any
+
+
 class Execution:
     """How deliveries of one subscription are handled. ``random`` returns numbers from 0 to 1."""
 
@@ -51,17 +59,16 @@ class Execution:
         if event is None:
             return MISSING
         try:
-            if self._timeout is None:
-                result = await self._call(event)
-            else:
+            if self._timeout is not None:
                 async with asyncio.timeout(self._timeout):
-                    result = await self._call(event)
+                    return self._judge(await conclude(self._call(event)), event)
+            result = await self._call(event)
             return DONE if result is None else self._judge(await conclude(result), event)
         except BaseException as error:  # noqa: BLE001 - see the module's docstring
             return self._failed(error, event)
 
-    def handle_blocking(self, delivery: Delivery) -> Verdict | Awaitable[Any]:
-        """Call a plain handler in this thread; what it returned is given back when it must be awaited. Never raises."""
+    def handle_blocking(self, delivery: Delivery) -> Verdict | Unfinished:
+        """Call a plain handler in this thread; unfinished work that it returned is given back. Never raises."""
         event = delivery.event
         if event is None:
             return MISSING
@@ -69,18 +76,18 @@ class Execution:
             result = self._call(event)
             if result is None:
                 return DONE
-            if isinstance(result, Awaitable):
-                return result
+            if needs_waiting(result):
+                return Unfinished(result)
             return self._judge(outcome_of(result), event)
         except BaseException as error:  # noqa: BLE001 - see the module's docstring
             return self._failed(error, event)
 
-    async def handle_returned(self, delivery: Delivery, result: Awaitable[Any]) -> Verdict:
-        """Wait for the awaitable that a plain handler returned. Never raises."""
+    async def handle_returned(self, delivery: Delivery, unfinished: Unfinished) -> Verdict:
+        """Wait for what a plain handler has left unfinished. Never raises."""
         event = delivery.event
         assert event is not None
         try:
-            return self._judge(await conclude(result), event)
+            return self._judge(await conclude(unfinished.result), event)
         except BaseException as error:  # noqa: BLE001 - see the module's docstring
             return self._failed(error, event)
 

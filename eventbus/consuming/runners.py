@@ -7,16 +7,17 @@ the event loop. Every event gets a fresh context, in which ``current_event`` is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import queue
 import threading
 import time
 import types
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from typing import Any, Protocol
 
-from eventbus.consuming.execution import Execution
+from eventbus.consuming.execution import Execution, Unfinished
 from eventbus.event import current_event
 from eventbus.transport import RELEASED, Delivery, Verdict
 
@@ -136,10 +137,8 @@ def _in_fresh_context(coroutine: Coroutine[Any, Any, Verdict], delivery: Deliver
 
 async def _forget_cancellation(task: asyncio.Task[None]) -> None:
     """A handler cancelled its own task, or a stop did: neither may hit the next delivery of this slot."""
-    try:
+    with contextlib.suppress(asyncio.CancelledError):
         await asyncio.sleep(0)
-    except asyncio.CancelledError:
-        pass
     while task.cancelling():
         task.uncancel()
 
@@ -153,7 +152,7 @@ class ThreadRunner:
         self._finish = finish
         self._name = name
         self._inbox: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
-        self._outbox: deque[tuple[Delivery, Verdict | Awaitable[Any]]] = deque()
+        self._outbox: deque[tuple[Delivery, Verdict | Unfinished]] = deque()
         self._threads: list[threading.Thread] = []
         self._unfinished = 0
         self._signalled = False
@@ -234,7 +233,7 @@ class ThreadRunner:
                 self._awaited.add(task)
                 task.add_done_callback(self._awaited.discard)
 
-    async def _await(self, delivery: Delivery, result: Awaitable[Any]) -> None:
+    async def _await(self, delivery: Delivery, result: Unfinished) -> None:
         verdict = RELEASED
         try:
             verdict = await self._execution.handle_returned(delivery, result)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from eventbus.consuming.handlers import Definition, Handler, adapt
-from eventbus.errors import ConfigurationError, DuplicateQueue, InvalidTopic
+from eventbus.errors import ConfigurationError, DuplicateQueue, InvalidHandler, InvalidTopic
 from eventbus.retry import RetryPolicy
 from eventbus.topics import validate_pattern
 
@@ -66,6 +66,11 @@ class Subscriptions:
 
         def decorate(function: Function) -> Function:
             handler = adapt(function, name)
+            if timeout is not None and not handler.is_async:
+                raise InvalidHandler(
+                    f"{handler.definition} cannot have timeout={timeout!r}: a plain function runs in a thread, which "
+                    "nothing can stop; make it async def, or give its network calls their own timeouts"
+                )
             self._add(Subscription(handler.name, wanted, handler, policy, timeout, concurrency))
             return function
 

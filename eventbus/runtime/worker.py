@@ -158,7 +158,7 @@ class Worker:
 
 async def _until(condition: Callable[[], bool]) -> None:
     while not condition():
-        await asyncio.sleep(_QUIET_LOOK)
+        await asyncio.sleep(_QUIET_LOOK)  # noqa: ASYNC110 - for commands that end by themselves, not for a service
 
 
 def _defect(ended: set[asyncio.Task[Any]]) -> bool:

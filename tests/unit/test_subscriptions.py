@@ -35,7 +35,7 @@ def event() -> Event:
     )
 
 
-def handle(event: Event) -> None: ...
+async def handle(event: Event) -> None: ...
 def other(event: Event) -> None: ...
 
 
@@ -309,3 +309,11 @@ def test_a_handler_that_subscribes_while_the_registry_is_read_breaks_nothing(sub
     for _ in subscriptions:
         subscriptions.subscribe("a", name="second")(handle)
     assert len(subscriptions) == 2
+
+
+def test_a_timeout_that_could_not_be_kept_is_refused_at_decoration(subscriptions: Subscriptions) -> None:
+    def plain(event: Event) -> None: ...
+
+    with pytest.raises(InvalidHandler, match="nothing can stop"):
+        subscriptions.subscribe("orders.*", timeout=3)(plain)
+    assert len(subscriptions) == 0
