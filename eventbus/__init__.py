@@ -47,10 +47,20 @@ __all__ = [
 ]
 
 
+class _DefaultOutbox:
+    """The default bus's outbox, whose settings are read when it is first used rather than when it is imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module("eventbus.bus").default_bus().outbox, name)
+
+
+if not TYPE_CHECKING:
+    outbox = _DefaultOutbox()
+
+
 def __getattr__(name: str) -> Any:
-    if name not in ("EventBus", "subscribe", "outbox"):
-        raise AttributeError(f"module 'eventbus' has no attribute {name!r}")
-    bus = import_module("eventbus.bus")
     if name == "EventBus":
-        return bus.EventBus
-    return getattr(bus.default_bus(), name)
+        return import_module("eventbus.bus").EventBus
+    if name == "subscribe":
+        return import_module("eventbus.bus").default_bus().subscribe
+    raise AttributeError(f"module 'eventbus' has no attribute {name!r}")

@@ -351,8 +351,8 @@ class Consumer:
     async def _until_quiet(self, seconds: float) -> None:
         """Wait until no handler runs, that long at most."""
         deadline = time.monotonic() + seconds
-        while self._running() and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)  # noqa: ASYNC110 - threads end without telling
+        while self._running() and time.monotonic() < deadline:  # noqa: ASYNC110 - threads end without telling
+            await asyncio.sleep(0.01)
 
     def _running(self) -> int:
         return sum(queue.runner.running for queue in self.queues.values())

@@ -27,9 +27,11 @@ _QUIET_LOOK = 0.02
 class Heart(Protocol):
     """Keeps the worker's lease from its own thread."""
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Beat until ``stop``."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Beat no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +159,8 @@ class Worker:
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(_QUIET_LOOK)  # noqa: ASYNC110 - for commands that end by themselves, not for a service
+    while not condition():  # noqa: ASYNC110 - for commands that end by themselves, not for a service
+        await asyncio.sleep(_QUIET_LOOK)
 
 
 def _defect(ended: set[asyncio.Task[Any]]) -> bool:
