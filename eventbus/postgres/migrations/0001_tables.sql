@@ -117,6 +117,7 @@ CREATE TABLE {schema}.workers (
     open_from bigint NOT NULL DEFAULT 0,
     started json NOT NULL DEFAULT '{}'
 ) WITH (fillfactor = 50);
+CREATE INDEX workers_live ON {schema}.workers (id) WHERE state = 'live';
 
 -- A range of one lane, leased. The newest hi is the lane's position.
 CREATE TABLE {schema}.claims (

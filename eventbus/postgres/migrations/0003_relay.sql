@@ -26,6 +26,9 @@ $body$;
 
 -- Relays the next rows, at most p_limit deliveries (at least one event). The first thing its transaction writes.
 --
+-- The tables are read only through laterals that find single rows (OFFSET 0 keeps the planner from turning them into
+-- joins that read whole tables), because this plan is often made while the tables are empty and kept while they grow.
+--
 -- state     'busy': another relay is at it. 'paused': see `eventbus resume`. 'foreign': restored elsewhere, attach
 --           first. 'idle': nothing fresh. 'unknown': resolve() the topics first. 'ticked': wrote a tick.
 -- more      fresh rows were left for the next tick
@@ -37,6 +40,8 @@ $body$;
 --   b) id <= ids_upto, visible in W, not in S: its transaction was in progress at S, so its xid is one of S's
 --      in-progress ones or lies between S's xmax and next_xid.
 -- Both are merged by id before the limit, so that one last_id serves as position inside an open window.
+-- A tick that found nothing moves the position only when it looked at more than p_limit ids in vain: those of a long
+-- transaction, or of one that rolled back, are not to be looked at by every tick.
 CREATE FUNCTION {schema}.tick(
     p_limit integer,
     p_due_from timestamptz DEFAULT '-infinity',
@@ -45,8 +50,7 @@ CREATE FUNCTION {schema}.tick(
 )
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
-SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
+SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     t {schema}.ticks%ROWTYPE;
     v_here record;
@@ -119,19 +123,28 @@ BEGIN
                 ORDER BY o.id LIMIT p_limit) o)
         ) u
         ORDER BY u.id LIMIT p_limit
+    ), known AS MATERIALIZED (
+        SELECT d.topic, p.id AS topic_id, p.fanout
+        FROM (SELECT DISTINCT f.topic FROM fresh f) d
+        LEFT JOIN LATERAL (
+            SELECT p.id, p.fanout FROM {schema}.topics p
+            WHERE p.topic = d.topic AND p.bindings_version = v_bus.bindings_version OFFSET 0) p ON true
+    ), targets AS MATERIALIZED (
+        SELECT p.topic_id, r.queue_id
+        FROM known p
+        CROSS JOIN LATERAL (SELECT r.queue_id FROM {schema}.routes r WHERE r.topic_id = p.topic_id OFFSET 0) r
     ), resolved AS MATERIALIZED (
-        SELECT f.id, f.topic, p.id AS topic_id, p.fanout,
+        SELECT f.id, f.topic, p.topic_id, p.fanout,
                row_number() OVER upto AS n,
                sum(coalesce(p.fanout, 0)) OVER upto AS copies,
-               bool_or(p.id IS NULL) OVER upto AS blocked
-        FROM fresh f
-        LEFT JOIN {schema}.topics p ON p.topic = f.topic AND p.bindings_version = v_bus.bindings_version
+               bool_or(p.topic_id IS NULL) OVER upto AS blocked
+        FROM fresh f JOIN known p ON p.topic = f.topic
         WINDOW upto AS (ORDER BY f.id ROWS UNBOUNDED PRECEDING)
     ), taken AS MATERIALIZED (
         SELECT r.id, r.topic_id, r.fanout FROM resolved r WHERE NOT r.blocked AND (r.copies <= p_limit OR r.n = 1)
     ), copies AS MATERIALIZED (
         SELECT r.queue_id, k.id, row_number() OVER (PARTITION BY r.queue_id ORDER BY k.id) AS n
-        FROM taken k JOIN {schema}.routes r ON r.topic_id = k.topic_id
+        FROM taken k JOIN targets r ON r.topic_id = k.topic_id
     ), newest AS MATERIALIZED (
         SELECT q.queue_id, coalesce((
             SELECT d.seq FROM {schema}.deliveries d WHERE d.queue_id = q.queue_id AND d.lane = 0
@@ -146,7 +159,7 @@ BEGIN
     ), counted AS (
         UPDATE {schema}.topics p SET unrouted = p.unrouted + k.n
         FROM (SELECT k.topic_id, count(*) AS n FROM taken k WHERE k.fanout = 0 GROUP BY k.topic_id) k
-        WHERE p.id = k.topic_id
+        WHERE p.id = k.topic_id AND p.id = ANY (ARRAY(SELECT k.topic_id FROM taken k WHERE k.fanout = 0))
     )
     SELECT (SELECT count(*) FROM fresh), (SELECT count(*) FROM taken), (SELECT max(k.id) FROM taken k),
            (SELECT count(*) FROM appended),
@@ -154,7 +167,7 @@ BEGIN
            ARRAY(SELECT DISTINCT r.topic FROM resolved r WHERE r.topic_id IS NULL ORDER BY r.topic LIMIT 1000)
     INTO v_fresh, events, v_taken_upto, deliveries, fed, unknown;
 
-    IF events = 0 AND (v_fresh > 0 OR v_new) THEN
+    IF events = 0 AND (v_fresh > 0 OR (v_new AND v_upto - t.ids_upto <= p_limit)) THEN
         state := CASE WHEN v_fresh > 0 THEN 'unknown' ELSE 'idle' END;
         due_in := {schema}.next_due(p_due_from);
         RETURN;

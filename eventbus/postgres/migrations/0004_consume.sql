@@ -7,16 +7,37 @@ BEGIN ATOMIC
     INSERT INTO {schema}.workers (id, host, pid) VALUES (p_id, p_host, p_pid);
 END;
 
--- One heartbeat. p_started: {"claim id": highest started seq} of every open claim; p_open_from: no open claim of
--- this worker has a lower id. alive is false when the worker was taken over; expired counts the others whose last
--- heartbeat is older than p_lease seconds.
+-- One heartbeat. p_started: {"claim id": highest started seq} of every open claim; p_open_from: as far as the worker
+-- remembers, no open claim has a lower id. Its memory outlives a server crash that loses settlements and repeats ids,
+-- so open_from follows it only past claims that are settled in this database, and not while a claim is in flight.
+-- alive is false when the worker was taken over; expired counts the others whose last heartbeat is older than p_lease
+-- seconds.
 CREATE FUNCTION {schema}.beat(p_id uuid, p_lease double precision, p_open_from bigint, p_started json,
                               OUT alive boolean, OUT expired integer)
-LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
+LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $body$
+DECLARE
+    v_from bigint;
+    v_open bigint;
 BEGIN
+    PERFORM {schema}.require_read_committed();
     PERFORM set_config('synchronous_commit', 'off', true);
+    SELECT w.open_from INTO v_from FROM {schema}.workers w
+    WHERE w.id = p_id AND w.state = 'live' AND w.open_from < p_open_from FOR UPDATE SKIP LOCKED;
+    IF FOUND THEN
+        SELECT least(
+            (SELECT c.id FROM {schema}.claims c
+             WHERE c.worker_id = p_id AND c.id >= v_from AND c.id < p_open_from
+               AND NOT EXISTS (SELECT 1 FROM {schema}.settlements s WHERE s.claim_id = c.id)
+             ORDER BY c.id LIMIT 1),
+            coalesce((
+                SELECT c.id + 1 FROM {schema}.claims c WHERE c.worker_id = p_id ORDER BY c.id DESC LIMIT 1), v_from),
+            p_open_from)
+        INTO v_open;
+    END IF;
     UPDATE {schema}.workers w
-    SET heartbeat_at = clock_timestamp(), open_from = p_open_from, started = p_started
+    SET heartbeat_at = clock_timestamp(), started = p_started, open_from = greatest(w.open_from, v_open)
     WHERE w.id = p_id AND w.state = 'live';
     alive := FOUND;
     SELECT count(*) INTO expired FROM {schema}.workers w
@@ -52,9 +73,9 @@ END
 $body$;
 
 -- Claims the next range of each queue that has one, in the order given: at most p_limits[i] events of p_queues[i], at
--- most p_bytes of payload in all (at least one event). One row per delivery, in order; event_id is null where the outbox no longer has
--- the event. A row without claim_id tells of queue_id that it has more: with seq, deliveries up to seq are left; without
--- seq, another worker is claiming from it at this moment.
+-- most p_bytes of payload in all (at least one event). One row per delivery, in order; event_id is null where the
+-- outbox no longer has the event. A row without claim_id tells of queue_id that it has more: with seq, deliveries up to
+-- seq are left; without seq, another worker is claiming from it at this moment.
 CREATE FUNCTION {schema}.claim(p_worker uuid, p_token uuid, p_queues integer[], p_limits integer[], p_bytes bigint)
 RETURNS TABLE (claim_id bigint, queue_id integer, lane integer, seq bigint, size integer, event_id text, topic text,
                key text, payload text, headers text, published_at timestamptz)
@@ -106,17 +127,20 @@ BEGIN
             WHERE c.queue_id = v_lane.queue_id AND c.lane = v_lane.lane ORDER BY c.lo DESC LIMIT 1), 0)
         INTO v_lo;
         SELECT min(r.seq), max(r.seq), max(r.bytes) INTO v_lo, v_hi, v_bytes FROM (
-            SELECT d.seq, sum(coalesce(o.size, 0)) OVER (ORDER BY d.seq ROWS UNBOUNDED PRECEDING) AS bytes,
+            SELECT d.seq, sum(coalesce(d.size, 0)) OVER (ORDER BY d.seq ROWS UNBOUNDED PRECEDING) AS bytes,
                    row_number() OVER (ORDER BY d.seq) AS n
             FROM (
-                SELECT d.seq, d.outbox_id FROM {schema}.deliveries d
+                SELECT d.seq, (SELECT o.size FROM {schema}.outbox o WHERE o.id = d.outbox_id) AS size
+                FROM {schema}.deliveries d
                 WHERE d.queue_id = v_lane.queue_id AND d.lane = v_lane.lane AND d.seq > v_lo
                 ORDER BY d.seq LIMIT v_lane.most
             ) d
-            LEFT JOIN {schema}.outbox o ON o.id = d.outbox_id
         ) r
-        WHERE r.bytes <= v_left OR r.n = 1;
-        CONTINUE WHEN v_hi IS NULL;
+        WHERE r.bytes <= v_left OR (r.n = 1 AND v_claim IS NULL);
+        IF v_hi IS NULL THEN
+            RETURN NEXT;
+            CONTINUE;
+        END IF;
         v_left := v_left - v_bytes;
         INSERT INTO {schema}.claims (token, worker_id, lo, hi, queue_id, lane)
         VALUES (p_token, p_worker, v_lo, v_hi, v_lane.queue_id, v_lane.lane)
@@ -125,7 +149,7 @@ BEGIN
             SELECT v_claim, v_lane.queue_id, v_lane.lane, d.seq, o.size, o.event_id::text, o.topic, o.key,
                    o.payload::text, o.headers::text, o.published_at
             FROM {schema}.deliveries d
-            LEFT JOIN {schema}.outbox o ON o.id = d.outbox_id
+            LEFT JOIN LATERAL (SELECT o.* FROM {schema}.outbox o WHERE o.id = d.outbox_id OFFSET 0) o ON true
             WHERE d.queue_id = v_lane.queue_id AND d.lane = v_lane.lane AND d.seq BETWEEN v_lo AND v_hi
             ORDER BY d.seq;
         IF v_hi < v_lane.newest THEN
@@ -154,6 +178,8 @@ DECLARE
     v_live boolean := false;
     v_left bigint := p_bytes;
     v_found boolean;
+    v_taken boolean := false;
+    v_locked bigint[];
     v_ids bigint[];
     v_bytes bigint;
 BEGIN
@@ -177,25 +203,30 @@ BEGIN
                 v_live := true;
             END IF;
             IF p_alone THEN
-                v_ids := {schema}.lock_crashed(v_queue.id);
+                v_locked := {schema}.lock_crashed(v_queue.id);
             ELSE
-                v_ids := {schema}.lock_due(p_worker, p_token, v_queue.id, v_queue.most, v_queue.start);
+                v_locked := {schema}.lock_due(p_worker, p_token, v_queue.id, v_queue.most, v_queue.start);
             END IF;
-            SELECT array_agg(r.id ORDER BY r.n), max(r.bytes) INTO v_ids, v_bytes FROM (
-                SELECT u.id, u.n, sum(coalesce(o.size, 0)) OVER (ORDER BY u.n ROWS UNBOUNDED PRECEDING) AS bytes
-                FROM unnest(v_ids) WITH ORDINALITY AS u (id, n)
-                JOIN {schema}.exceptions e ON e.id = u.id
-                LEFT JOIN {schema}.outbox o ON o.id = e.outbox_id
-            ) r WHERE r.bytes <= v_left OR r.n = 1;
+            SELECT coalesce(array_agg(r.id ORDER BY r.n), '{}'), max(r.bytes) INTO v_ids, v_bytes FROM (
+                SELECT u.id, u.n, sum(coalesce((
+                    SELECT (SELECT o.size FROM {schema}.outbox o WHERE o.id = e.outbox_id)
+                    FROM {schema}.exceptions e WHERE e.id = u.id), 0)) OVER (ORDER BY u.n) AS bytes
+                FROM unnest(v_locked) WITH ORDINALITY AS u (id, n)
+            ) r WHERE r.bytes <= v_left OR (r.n = 1 AND NOT v_taken);
             v_left := v_left - coalesce(v_bytes, 0);
+            v_taken := v_taken OR cardinality(v_ids) > 0;
             UPDATE {schema}.exceptions e SET state = 'claimed', token = p_token, worker_id = p_worker
-            WHERE e.id = ANY (v_ids);
+            WHERE e.id = ANY (v_ids) AND e.token IS NULL;
+            IF cardinality(v_ids) < cardinality(v_locked) THEN
+                UPDATE {schema}.exceptions e SET state = 'waiting', token = NULL, worker_id = NULL
+                WHERE e.id = ANY (v_locked) AND e.id <> ALL (v_ids) AND e.token IS NOT NULL;
+            END IF;
             RETURN QUERY
-                SELECT e.id, e.queue_id, NULL::double precision, NULL::double precision, e.attempts, e.crashes, e.due_at,
-                       o.size, o.event_id::text, o.topic, o.key, o.payload::text, o.headers::text, o.published_at
+                SELECT e.id, e.queue_id, NULL::double precision, NULL::double precision, e.attempts, e.crashes,
+                       e.due_at, o.size, o.event_id::text, o.topic, o.key, o.payload::text, o.headers::text, o.published_at
                 FROM unnest(v_ids) WITH ORDINALITY AS u (id, n)
-                JOIN {schema}.exceptions e ON e.id = u.id
-                LEFT JOIN {schema}.outbox o ON o.id = e.outbox_id
+                CROSS JOIN LATERAL (SELECT e.* FROM {schema}.exceptions e WHERE e.id = u.id OFFSET 0) e
+                LEFT JOIN LATERAL (SELECT o.* FROM {schema}.outbox o WHERE o.id = e.outbox_id OFFSET 0) o ON true
                 ORDER BY u.n;
             EXIT WHEN p_alone AND cardinality(v_ids) > 0;
         END IF;
@@ -232,7 +263,8 @@ $body$;
 CREATE FUNCTION {schema}.lock_due(p_worker uuid, p_token uuid, p_queue integer, p_limit integer, p_from timestamptz)
 RETURNS bigint[]
 LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     v_row record;
     v_ids bigint[] := '{}';
@@ -254,10 +286,9 @@ BEGIN
         WITH part AS (
             INSERT INTO {schema}.exceptions (due_at, seq, outbox_id, queue_id, lane, replay_id, key, state, token,
                                              worker_id)
-            SELECT v_row.due_at, d.seq, d.outbox_id, d.queue_id, d.lane, d.replay_id, o.key, 'claimed', p_token,
-                   p_worker
+            SELECT v_row.due_at, d.seq, d.outbox_id, d.queue_id, d.lane, d.replay_id,
+                   (SELECT o.key FROM {schema}.outbox o WHERE o.id = d.outbox_id), 'claimed', p_token, p_worker
             FROM {schema}.deliveries d
-            LEFT JOIN {schema}.outbox o ON o.id = d.outbox_id
             WHERE d.queue_id = p_queue AND d.lane = v_row.lane AND d.seq BETWEEN v_row.seq AND v_hi
             ORDER BY d.seq
             RETURNING id
@@ -309,8 +340,8 @@ BEGIN
         INSERT INTO {schema}.exceptions (due_at, seq, outbox_id, queue_id, lane, replay_id, attempts, key,
                                          first_error, last_error)
         SELECT clock_timestamp() + make_interval(secs => coalesce(l.delay, 0)), l.seq, l.outbox_id, c.queue_id, c.lane,
-               l.replay_id, 1, o.key, l.error, l.error
-        FROM left_path l LEFT JOIN {schema}.outbox o ON o.id = l.outbox_id
+               l.replay_id, 1, (SELECT o.key FROM {schema}.outbox o WHERE o.id = l.outbox_id), l.error, l.error
+        FROM left_path l
         WHERE l.outcome = 'retry' ORDER BY l.seq
     ), released AS (
         INSERT INTO {schema}.exceptions (due_at, seq, range_hi, queue_id, lane)
@@ -323,7 +354,8 @@ BEGIN
                                            event_id, topic, key, payload, headers, reason, first_error, last_error)
         SELECT o.published_at, c.queue_id, c.lane, l.seq, l.outbox_id, l.replay_id, 1, 0,
                o.event_id, o.topic, o.key, o.payload, o.headers, l.reason, l.error, l.error
-        FROM left_path l LEFT JOIN {schema}.outbox o ON o.id = l.outbox_id
+        FROM left_path l
+        LEFT JOIN LATERAL (SELECT o.* FROM {schema}.outbox o WHERE o.id = l.outbox_id OFFSET 0) o ON true
         WHERE l.outcome = 'dead' ORDER BY l.seq
     )
     SELECT count(*) INTO v_recorded FROM recorded;
@@ -347,7 +379,8 @@ BEGIN
     WITH settled AS (
         INSERT INTO {schema}.settlements (claim_id, kind)
         SELECT c.id, 'settled' FROM unnest(p_ids, p_tokens) AS u (id, token)
-        JOIN {schema}.claims c ON c.id = u.id AND c.token = u.token
+        CROSS JOIN LATERAL (
+            SELECT c.id FROM {schema}.claims c WHERE c.id = u.id AND c.token = u.token OFFSET 0) c
         ORDER BY c.id
         ON CONFLICT DO NOTHING
         RETURNING claim_id
@@ -364,10 +397,10 @@ BEGIN
     RETURN QUERY SELECT unnest(v_new);
     IF cardinality(v_new) < cardinality(p_ids) THEN
         RETURN QUERY
-            SELECT s.claim_id FROM unnest(p_ids, p_tokens) AS u (id, token)
-            JOIN {schema}.claims c ON c.id = u.id AND c.token = u.token
-            JOIN {schema}.settlements s ON s.claim_id = c.id AND s.kind = 'settled'
-            WHERE s.claim_id <> ALL (v_new);
+            SELECT u.id FROM unnest(p_ids, p_tokens) AS u (id, token)
+            WHERE u.id <> ALL (v_new)
+              AND (SELECT c.token FROM {schema}.claims c WHERE c.id = u.id) = u.token
+              AND (SELECT s.kind FROM {schema}.settlements s WHERE s.claim_id = u.id) = 'settled';
     END IF;
 END
 $body$;
@@ -402,7 +435,7 @@ BEGIN
     PERFORM set_config('synchronous_commit', 'off', true);
     v_held := ARRAY(
         SELECT e.id FROM {schema}.exceptions e
-        WHERE e.id = ANY (p_ids) AND e.state = 'claimed'
+        WHERE e.id = ANY (p_ids)
           AND (e.id, e.token) IN (SELECT u.id, u.token FROM unnest(p_ids, p_tokens) AS u (id, token))
         ORDER BY e.id FOR UPDATE);
     WITH outcomes AS MATERIALIZED (
@@ -414,11 +447,12 @@ BEGIN
                                            event_id, topic, key, payload, headers, reason, first_error, last_error)
         SELECT o.published_at, e.queue_id, e.lane, e.seq, e.outbox_id, e.replay_id, e.attempts + 1, e.crashes,
                o.event_id, o.topic, o.key, o.payload, o.headers, r.reason, coalesce(e.first_error, r.error), r.error
-        FROM outcomes r JOIN {schema}.exceptions e ON e.id = r.id
-        LEFT JOIN {schema}.outbox o ON o.id = e.outbox_id
+        FROM outcomes r JOIN {schema}.exceptions e ON e.id = r.id AND e.id = ANY (v_held)
+        LEFT JOIN LATERAL (SELECT o.* FROM {schema}.outbox o WHERE o.id = e.outbox_id OFFSET 0) o ON true
         WHERE r.outcome = 'dead' ORDER BY e.id
     ), gone AS (
-        DELETE FROM {schema}.exceptions e USING outcomes r WHERE e.id = r.id AND r.outcome IN ('done', 'dead')
+        DELETE FROM {schema}.exceptions e
+        WHERE e.id = ANY (ARRAY(SELECT r.id FROM outcomes r WHERE r.outcome IN ('done', 'dead')))
     )
     UPDATE {schema}.exceptions e SET
         state = 'waiting', token = NULL, worker_id = NULL,
@@ -426,17 +460,19 @@ BEGIN
         attempts = e.attempts + CASE WHEN r.outcome = 'retry' THEN 1 ELSE 0 END,
         first_error = coalesce(e.first_error, r.error),
         last_error = coalesce(r.error, e.last_error)
-    FROM outcomes r WHERE e.id = r.id AND r.outcome IN ('retry', 'released');
+    FROM outcomes r WHERE e.id = r.id AND e.id = ANY (v_held) AND r.outcome IN ('retry', 'released');
     RETURN QUERY SELECT unnest(v_held);
 END
 $body$;
 
--- What this worker holds, by the database: open claims from p_open_from on, and exceptions.
+-- What this worker holds, by the database: open claims and exceptions. p_open_from is the worker's memory; where the
+-- open_from of its last heartbeat is lower, that counts.
 CREATE FUNCTION {schema}.held(p_worker uuid, p_open_from bigint) RETURNS TABLE (kind text, id bigint)
 LANGUAGE sql STABLE
 BEGIN ATOMIC
     SELECT 'claim', c.id FROM {schema}.claims c
-    WHERE c.worker_id = p_worker AND c.id >= p_open_from
+    WHERE c.worker_id = p_worker
+      AND c.id >= least(p_open_from, (SELECT w.open_from FROM {schema}.workers w WHERE w.id = p_worker))
       AND NOT EXISTS (SELECT 1 FROM {schema}.settlements s WHERE s.claim_id = c.id)
     UNION ALL
     SELECT 'exception', e.id FROM {schema}.exceptions e WHERE e.worker_id = p_worker AND e.state = 'claimed';
@@ -465,12 +501,12 @@ BEGIN
     )
     SELECT coalesce(array_agg(l.seq ORDER BY l.seq), '{}') INTO v_lost FROM lost l;
     INSERT INTO {schema}.exceptions (due_at, seq, outbox_id, queue_id, lane, replay_id, crashes, key)
-    SELECT clock_timestamp(), d.seq, d.outbox_id, c.queue_id, c.lane, d.replay_id, 1, o.key
+    SELECT clock_timestamp(), d.seq, d.outbox_id, c.queue_id, c.lane, d.replay_id, 1,
+           (SELECT o.key FROM {schema}.outbox o WHERE o.id = d.outbox_id)
     FROM unnest(v_lost) AS l (seq)
     CROSS JOIN LATERAL (
         SELECT d.seq, d.outbox_id, d.replay_id FROM {schema}.deliveries d
         WHERE d.queue_id = c.queue_id AND d.lane = c.lane AND d.seq = l.seq OFFSET 0) d
-    LEFT JOIN {schema}.outbox o ON o.id = d.outbox_id
     WHERE l.seq <= coalesce(p_started, c.hi) AND p_max_crashes > 1
     ORDER BY d.seq;
     INSERT INTO {schema}.dead_letters (published_at, queue_id, lane, seq, outbox_id, replay_id, attempts, crashes,
@@ -481,7 +517,7 @@ BEGIN
     CROSS JOIN LATERAL (
         SELECT d.seq, d.outbox_id, d.replay_id FROM {schema}.deliveries d
         WHERE d.queue_id = c.queue_id AND d.lane = c.lane AND d.seq = l.seq OFFSET 0) d
-    LEFT JOIN {schema}.outbox o ON o.id = d.outbox_id
+    LEFT JOIN LATERAL (SELECT o.* FROM {schema}.outbox o WHERE o.id = d.outbox_id OFFSET 0) o ON true
     WHERE l.seq <= coalesce(p_started, c.hi) AND p_max_crashes <= 1
     ORDER BY d.seq;
     INSERT INTO {schema}.exceptions (due_at, seq, range_hi, queue_id, lane)
@@ -503,7 +539,8 @@ BEGIN
                                        event_id, topic, key, payload, headers, reason, first_error, last_error)
     SELECT o.published_at, e.queue_id, e.lane, e.seq, e.outbox_id, e.replay_id, e.attempts, e.crashes + p_crashes,
            o.event_id, o.topic, o.key, o.payload, o.headers, 'worker died', e.first_error, e.last_error
-    FROM {schema}.exceptions e LEFT JOIN {schema}.outbox o ON o.id = e.outbox_id
+    FROM {schema}.exceptions e
+    LEFT JOIN LATERAL (SELECT o.* FROM {schema}.outbox o WHERE o.id = e.outbox_id OFFSET 0) o ON true
     WHERE e.id = ANY (p_ids) AND p_crashes > 0 AND e.crashes + p_crashes >= p_max_crashes
     ORDER BY e.id;
     DELETE FROM {schema}.exceptions e
