@@ -17,7 +17,7 @@ import hypothesis
 import psycopg
 import pytest
 
-from tests.servers import MACHINE_DSN, Cluster, Server, installed
+from tests.servers import MACHINE_DSN, Cluster, Server, installed, remove_abandoned_clusters
 
 MACHINE = 15
 NewCluster = Callable[..., Cluster]
@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def run() -> str:
     """Name of this test run; part of the name of every database that it makes."""
+    remove_abandoned_clusters()
     return uuid.uuid4().hex[:8]
 
 

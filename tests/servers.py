@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -58,6 +59,8 @@ class Cluster:
         self.options: dict[str, object] = FAST | options
         self.folder = Path(tempfile.mkdtemp(prefix="eventbus-test-"))
         self.folder.chmod(0o755)
+        self._owner = (self.folder / "owner").open("w")
+        fcntl.flock(self._owner, fcntl.LOCK_EX)
         self.data = self.folder / "data"
         self.log = self.folder / "log"
         self._account = Account.for_data(self.data)
@@ -77,20 +80,7 @@ class Cluster:
 
     def kill(self) -> None:
         """Kill every process of the server at once, as if the machine had lost its memory but not its disk."""
-        file = self.data / "postmaster.pid"
-        try:
-            postmaster = psutil.Process(int(file.read_text().split()[0]))
-            postmaster.suspend()  # or it would see its children die and start new ones
-            family = [postmaster, *postmaster.children()]
-        except (FileNotFoundError, psutil.NoSuchProcess):
-            return
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        wait_until(lambda: not any(map(_lives, family)), 30)
-        # Both name a process id that is somebody else's soon, or a zombie's, which a new server would wait for.
-        file.unlink()
-        (self.folder / ".s.PGSQL.5432.lock").unlink()
+        _kill_server(self.folder)
 
     def restart(self, mode: StopMode = "fast") -> None:
         """Stop and start."""
@@ -105,6 +95,7 @@ class Cluster:
         """Kill the server, if it runs, and delete everything."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._owner.close()
 
     def __enter__(self) -> Self:
         try:
@@ -176,6 +167,15 @@ class Server:
             yield
 
 
+def remove_abandoned_clusters() -> None:
+    """Kill and delete the clusters of test runs that were killed; the lock on ``owner`` tells whose run lives."""
+    for owner in Path(tempfile.gettempdir()).glob("eventbus-test-*/owner"):
+        with suppress(OSError), owner.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _kill_server(owner.parent)
+            shutil.rmtree(owner.parent, ignore_errors=True)
+
+
 def installed(major: int) -> Programs | None:
     """The programs of one PostgreSQL version: this machine's, or the embedded ones; none if neither has it."""
     for folder in _bin_folders(major):
@@ -190,6 +190,25 @@ def _bin_folders(major: int) -> Iterator[Path]:
     yield from (Path(place.format(major=major)) for place in PLACES)
     if pg_config := shutil.which("pg_config"):
         yield Path(subprocess.run([pg_config, "--bindir"], check=True, capture_output=True, text=True).stdout.strip())
+
+
+def _kill_server(folder: Path) -> None:
+    file = folder / "data" / "postmaster.pid"
+    try:
+        postmaster = psutil.Process(int(file.read_text().split()[0]))
+        if postmaster.name() != "postgres":
+            return
+        postmaster.suspend()  # or it would see its children die and start new ones
+        family = [postmaster, *postmaster.children()]
+    except (FileNotFoundError, psutil.NoSuchProcess):
+        return
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    wait_until(lambda: not any(map(_lives, family)), 30)
+    # Both name a process id that is somebody else's soon, or a zombie's, which a new server would wait for.
+    file.unlink()
+    (folder / ".s.PGSQL.5432.lock").unlink(missing_ok=True)
 
 
 def _lives(process: psutil.Process) -> bool:

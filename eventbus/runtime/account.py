@@ -74,11 +74,9 @@ class Account:
     def spawn_options(self) -> Mapping[str, Any]:
         """Keyword arguments that make :mod:`subprocess` run a program as this account.
 
-        The program gets a session of its own, so that Ctrl-C in a terminal reaches only us, a folder it can enter,
-        and an environment without the ``PG*`` variables that would redirect it.
+        The program gets a session of its own, so that Ctrl-C in a terminal reaches only us, and a folder it can enter.
         """
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
-        options: dict[str, Any] = {"cwd": "/", "env": environment | {"LC_ALL": "C"}, "start_new_session": True}
+        options: dict[str, Any] = {"cwd": "/", "start_new_session": True}
         if self.switched:
             options |= {"user": self.uid, "group": self.gid, "extra_groups": []}
         return options

@@ -8,6 +8,7 @@ behind can be mistaken for a living process::
       turn      locked while a command starts, joins or stops the server: one at a time
       users     locked, shared, by every command that uses the server
       server    locked by the server itself, which inherits it: free exactly when no process of the server lives
+      socket    a link to the private folder of the socket, whose path must be short
       postgres  the data; a link to it where the server's account cannot enter this folder
 
 A command that is killed with others around changes nothing: the last of them stops the server. If it was the only one,
@@ -69,6 +70,8 @@ class EmbeddedServer:
         except FileNotFoundError:  # somebody deleted the folder, and with it the locks
             if running := Postmaster.of(self._data):
                 running.signal("INT")
+                _wait_until(lambda: Postmaster.of(self._data) is None, STOP_TIMEOUT)
+                running.clean()
 
     def __enter__(self) -> Self:
         return self

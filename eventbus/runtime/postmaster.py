@@ -21,6 +21,7 @@ from eventbus.runtime.account import Account
 from eventbus.runtime.programs import SHARED_STATE, Programs
 
 PORT: Final = 5432
+SOCKET: Final = f".s.PGSQL.{PORT}"
 LONGEST_SOCKET_PATH: Final = 100
 LAUNCH: Final = '"$@" >>"$0" 2>&1 </dev/null &'
 """The server in the background, orphaned at once, so that it is nobody's child to wait for. No path is pasted in."""
@@ -57,13 +58,12 @@ class Postmaster:
 
     def clean(self) -> None:
         """Remove the private folder of the socket after the server's end."""
-        with suppress(OSError):
-            self.socket_folder.rmdir()
+        _remove_sockets(self.socket_folder)
 
     def _listens(self) -> bool:
         with socket.socket(socket.AF_UNIX) as client:
             try:
-                client.connect(str(self.socket_folder / f".s.PGSQL.{PORT}"))
+                client.connect(str(self.socket_folder / SOCKET))
             except OSError:
                 return False
         return True
@@ -75,6 +75,7 @@ def launch(data: Path, postgres: Programs, account: Account, lock: int) -> None:
     The caller knows that no server of ``data`` lives: a ``postmaster.pid`` that is still there names a dead process,
     or by now somebody else's, which PostgreSQL would take for a server.
     """
+    sockets = _socket_folder(data.with_name("socket"), account)
     data = data.resolve()
     (data / "postmaster.pid").unlink(missing_ok=True)
     log = data / "server.log"
@@ -83,7 +84,7 @@ def launch(data: Path, postgres: Programs, account: Account, lock: int) -> None:
     settings = {
         "listen_addresses": "",
         "port": PORT,
-        "unix_socket_directories": _socket_folder(account),
+        "unix_socket_directories": sockets,
         "unix_socket_permissions": "0700",
     }
     command = [postgres.path("postgres"), "-D", str(data), *(f"--{name}={value}" for name, value in settings.items())]
@@ -136,11 +137,25 @@ def _unfinished(data: Path, account: Account) -> Path:
     return Path(tempfile.mkdtemp(prefix="data-", dir=SHARED_STATE))
 
 
-def _socket_folder(account: Account) -> Path:
-    """A new private folder for the socket; not beside the data, because a socket's path may not be long."""
+def _socket_folder(link: Path, account: Account) -> Path:
+    """A new private folder for the socket; not beside the data, because a socket's path may not be long.
+
+    ``link`` points at it, so that the folder of a server that was killed can be removed.
+    """
+    if link.is_symlink():
+        _remove_sockets(link.readlink())
+        link.unlink()
     folder = Path(tempfile.mkdtemp(prefix="eventbus-"))
-    if len(os.fsencode(folder / f".s.PGSQL.{PORT}")) > LONGEST_SOCKET_PATH or not account.reaches(folder.parent):
+    if len(os.fsencode(folder / SOCKET)) > LONGEST_SOCKET_PATH or not account.reaches(folder.parent):
         folder.rmdir()
         folder = Path(tempfile.mkdtemp(prefix="eventbus-", dir="/tmp"))
     account.give(folder)
+    link.symlink_to(folder)
     return folder
+
+
+def _remove_sockets(folder: Path) -> None:
+    with suppress(OSError):
+        for name in (SOCKET, f"{SOCKET}.lock"):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -10,7 +11,7 @@ import psycopg
 import pytest
 
 from tests.conftest import NewCluster
-from tests.servers import PREFIX, Cluster, Server, installed
+from tests.servers import PREFIX, Cluster, Server, installed, remove_abandoned_clusters
 
 
 def databases(server: Server) -> set[str]:
@@ -88,7 +89,22 @@ def test_a_cluster_leaves_neither_a_process_nor_a_file() -> None:
     with Cluster(programs) as cluster:
         postmaster = int((cluster.data / "postmaster.pid").read_text().split()[0])
     assert not cluster.folder.exists()
-    assert not psutil.pid_exists(postmaster) or psutil.Process(postmaster).status() == psutil.STATUS_ZOMBIE
+    assert not _runs(postmaster)
+
+
+def test_a_run_removes_the_clusters_of_a_killed_run_and_none_of_a_run_that_lives(owned_cluster: Cluster) -> None:
+    code = (
+        "import os, signal; from tests.servers import Cluster, installed\n"
+        "cluster = Cluster(installed(18)); cluster.start(); print(cluster.folder, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.PIPE, text=True)
+    folder = Path(killed.stdout.strip())
+    postmaster = int((folder / "data" / "postmaster.pid").read_text().split()[0])
+    remove_abandoned_clusters()
+    assert not folder.exists()
+    assert not _runs(postmaster)
+    psycopg.connect(owned_cluster.dsn()).close()
 
 
 def test_a_dump_of_the_older_version_can_be_restored_by_the_newer(new_cluster: NewCluster, tmp_path: Path) -> None:
@@ -102,3 +118,7 @@ def test_a_dump_of_the_older_version_can_be_restored_by_the_newer(new_cluster: N
     subprocess.run([new.programs.path("pg_restore"), "-d", new.dsn(), dump], check=True)
     with psycopg.connect(new.dsn()) as connection:
         assert connection.execute("SELECT x FROM moved").fetchone() == (7,)
+
+
+def _runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
