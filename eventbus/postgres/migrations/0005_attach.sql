@@ -56,11 +56,12 @@ BEGIN
     FOREACH v_table IN ARRAY ARRAY['outbox', 'scheduled', 'queues', 'topics', 'claims', 'exceptions', 'dead_letters']
     LOOP
         EXECUTE format(
-            'SELECT setval(%1$L::regclass, greatest((SELECT max(id) FROM {schema}.%2$I), s.last_value, $1))'
-            ' FROM {schema}.%3$I s', '{schema}.' || v_table || '_id_seq', v_table, v_table || '_id_seq')
-        USING CASE v_table WHEN 'outbox' THEN greatest(t.ids_upto, t.window_ids_upto, 1) ELSE 1 END;
+            'SELECT setval(%1$L::regclass, greatest(m.id, s.last_value), s.is_called OR m.id IS NOT NULL)'
+            ' FROM {schema}.%3$I s, (SELECT greatest(max(x.id), nullif($1, 0)) AS id FROM {schema}.%2$I x) m',
+            '{schema}.' || v_table || '_id_seq', v_table, v_table || '_id_seq')
+        USING CASE v_table WHEN 'outbox' THEN greatest(t.ids_upto, t.window_ids_upto) ELSE 0 END;
     END LOOP;
-    SELECT s.last_value INTO v_upto FROM {schema}.outbox_id_seq s;
+    SELECT CASE WHEN s.is_called THEN s.last_value ELSE 0 END INTO v_upto FROM {schema}.outbox_id_seq s;
     INSERT INTO {schema}.ticks (id, snapshot, next_xid, ids_upto, system_identifier, database_oid)
     VALUES (t.id + 1, v_snapshot, v_xid, v_upto, v_here.system_identifier, v_here.database_oid);
     IF p_resume OR NOT (
