@@ -45,6 +45,7 @@ BEGIN
 END
 $body$;
 
+-- A worker leaves. Its peers are told, because nobody else knows when the retries that it was waiting for are due.
 CREATE FUNCTION {schema}.unregister_worker(p_id uuid) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
@@ -54,6 +55,7 @@ BEGIN
             SELECT 1 FROM {schema}.claims c WHERE c.worker_id = p_id AND c.id >= w.open_from
             AND NOT EXISTS (SELECT 1 FROM {schema}.settlements s WHERE s.claim_id = c.id));
     UPDATE {schema}.workers w SET heartbeat_at = '-infinity' WHERE w.id = p_id AND w.state = 'live';
+    PERFORM pg_notify('{name}.work', '*');
 END
 $body$;
 
@@ -315,6 +317,7 @@ SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET jit = off AS 
 DECLARE
     c {schema}.claims%ROWTYPE;
     v_recorded integer;
+    v_released boolean;
 BEGIN
     SELECT * INTO STRICT c FROM {schema}.claims k WHERE k.id = p_claim;
     WITH outcomes AS MATERIALIZED (
@@ -358,7 +361,10 @@ BEGIN
         LEFT JOIN LATERAL (SELECT o.* FROM {schema}.outbox o WHERE o.id = l.outbox_id OFFSET 0) o ON true
         WHERE l.outcome = 'dead' ORDER BY l.seq
     )
-    SELECT count(*) INTO v_recorded FROM recorded;
+    SELECT count(*), coalesce(bool_or(p.outcome = 'released'), false) INTO v_recorded, v_released FROM recorded p;
+    IF v_released THEN
+        PERFORM pg_notify('{name}.work', '*');
+    END IF;
     RETURN v_recorded;
 END
 $body$;
@@ -461,6 +467,8 @@ BEGIN
         first_error = coalesce(e.first_error, r.error),
         last_error = coalesce(r.error, e.last_error)
     FROM outcomes r WHERE e.id = r.id AND e.id = ANY (v_held) AND r.outcome IN ('retry', 'released');
+    PERFORM pg_notify('{name}.work', '*')
+    FROM json_to_recordset(p_outcomes) AS r (outcome text) WHERE r.outcome = 'released' LIMIT 1;
     RETURN QUERY SELECT unnest(v_held);
 END
 $body$;
@@ -609,7 +617,7 @@ BEGIN
             SELECT e.id FROM {schema}.exceptions e WHERE e.worker_id = v_dead.id AND e.state = 'claimed'
             ORDER BY e.id FOR UPDATE), 1, p_max_crashes);
     END LOOP;
-    IF deliveries > 0 THEN
+    IF workers > 0 THEN
         PERFORM pg_notify('{name}.work', '*');
     END IF;
 END
