@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Sequence
 
@@ -18,6 +17,7 @@ from eventbus.postgres.link import conninfo, describe
 from eventbus.postgres.migrate import require_current
 from eventbus.postgres.publishing import PublishStatements
 from eventbus.publishing.outbox import Outbox
+from eventbus.runtime.loop import run
 from eventbus.runtime.worker import Worker
 from eventbus.settings import Settings
 from eventbus.station import Station
@@ -74,7 +74,7 @@ class EventBus:
         """
         settings = settings or self.settings
         self._chosen(queues)
-        return asyncio.run(self._consume(settings, queues, until_idle=until_idle, wait=wait))
+        return run(self._consume(settings, queues, until_idle=until_idle, wait=wait))
 
     async def _consume(self, settings: Settings, queues: Sequence[str] | None, *, until_idle: bool, wait: bool) -> int:
         await _check_schema(settings, wait=wait)

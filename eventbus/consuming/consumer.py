@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from eventbus.consuming.pace import Pace
 from eventbus.consuming.runners import Runner
@@ -29,6 +29,8 @@ _PAUSED_POLL = 2.0
 _CANCEL_PATIENCE = 0.5
 """Seconds that cancelled handlers get to clean up."""
 _NEVER = float("inf")
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class Consumer:
         self._settleable = asyncio.Event()
         self._settled = asyncio.Event()
         self._stopping = False
+        self._asking = False
+        """A claim is under way; what it brings must be settled too."""
         self._orphaned = False
         self._doubt: Literal["none", "routine", "strong"] = "none"
         self._polled_at = 0.0
@@ -122,7 +126,7 @@ class Consumer:
     # Fetching
 
     async def fetch(self) -> None:
-        """Claim until ``stop``."""
+        """Claim until ``drain``."""
         while not self._stopping:
             try:
                 if self._orphaned:
@@ -177,7 +181,7 @@ class Consumer:
         for queue_id in rooms:
             self.queues[queue_id].dry = True  # news that arrive while we ask undo it
         try:
-            claimed = await self._engine.claim(rooms, budget)
+            claimed = await self._ask(self._engine.claim(rooms, budget))
         except BaseException:
             for queue_id in rooms:
                 self.queues[queue_id].dry = False
@@ -193,7 +197,7 @@ class Consumer:
         for queue_id in rooms:
             self.queues[queue_id].due_at = _NEVER  # what is announced while we ask makes it earlier
         try:
-            claimed = await self._engine.claim_due(rooms, budget, alone=alone)
+            claimed = await self._ask(self._engine.claim_due(rooms, budget, alone=alone))
         except BaseException:
             for queue_id in rooms:
                 self.queues[queue_id].due_at = 0.0
@@ -206,6 +210,15 @@ class Consumer:
                 self.queues[queue_id].due_at = 0.0
             self._take(queue_id, deliveries)
         return sum(map(len, claimed.deliveries.values()))
+
+    async def _ask(self, claim: Awaitable[Answer]) -> Answer:
+        self._asking = True
+        try:
+            return await claim
+        finally:
+            self._asking = False
+            if self._stopping:
+                self._settleable.set()
 
     def _expect(self, queue: QueueState, due: Due, now: float) -> None:
         if due.due_in is not None:
@@ -280,8 +293,8 @@ class Consumer:
             self._news.set()
 
     async def settle(self) -> None:
-        """Settle leases as they finish, until ``stop`` and nothing is left."""
-        while not (self._stopping and not self.leases):
+        """Settle leases as they finish, until ``drain`` and nothing is left or under way."""
+        while not self._stopping or self.leases or self._asking:
             try:
                 async with asyncio.timeout(_PROGRESS_AFTER):
                     await self._settleable.wait()
@@ -317,7 +330,8 @@ class Consumer:
         now = time.monotonic()
         for lease in list(self.leases):
             news = lease.unfinished and (lease.done or lease.verdicts)
-            if news and now - lease.opened_at > _PROGRESS_AFTER and not await self._engine.record_progress(lease):
+            long_open = self._stopping or now - lease.opened_at > _PROGRESS_AFTER
+            if news and long_open and not await self._engine.record_progress(lease):
                 log.warning("lost a lease while its events ran; they run again elsewhere", extra={"lease": repr(lease)})
                 lease.dropped = True
                 self._forget(lease)
@@ -341,6 +355,7 @@ class Consumer:
         self._settled.set()
         for queue in self.queues.values():
             self._release(queue, queue.runner.withdraw())
+        self._settleable.set()  # what has not started is free for others while the rest runs on
         await self._until_quiet(seconds)
         for queue in self.queues.values():
             self._release(queue, queue.runner.withdraw())

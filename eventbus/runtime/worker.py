@@ -70,8 +70,10 @@ class Worker:
         await self._ready.wait()
 
     async def run(self) -> int:
-        """Work until stopped. Returns 0 after a graceful stop, 1 after a forced one or a defect.
+        """Work until stopped; returns the exit code.
 
+        0 after a graceful stop. 1 after a forced one, a defect, or when not everything that was done could be settled
+        and will be done again.
         Raises what ``open`` raises: a configuration that cannot work, or :class:`Unavailable`.
         """
         with _Signals(self.stop):
@@ -112,15 +114,16 @@ class Worker:
         self._ready.set()
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         defect = _defect(ended)
-        await self._drain(settling)
+        settled = await self._drain(settling)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        parts.heart.stop()  # a heartbeat after the goodbye would bring the worker back
         await self._say_goodbye()
-        parts.heart.stop()
-        return 1 if defect or self._forced.is_set() else 0
+        return 1 if defect or self._forced.is_set() or not settled else 0
 
-    async def _drain(self, settling: asyncio.Task[None]) -> None:
+    async def _drain(self, settling: asyncio.Task[None]) -> bool:
+        """Stop the relay and the consumer; false when not everything could be settled in time."""
         self._parts.relay.stop()
         drain = asyncio.create_task(self._parts.consumer.drain(self._drain_timeout))
         forced = asyncio.create_task(self._forced.wait())
@@ -135,6 +138,7 @@ class Worker:
         )
         if late:
             log.error("could not settle everything before the stop; other workers take over what is left")
+        return not late
 
     async def _say_goodbye(self) -> None:
         try:
