@@ -1,0 +1,163 @@
+"""Stopping a consumer: what runs may finish, the rest is free at once, and it ends in time whatever handlers do."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.conftest import NewCluster
+from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene
+from tests.waiting import wait_until
+
+TASKS = {"name": "tasks", "pattern": "#", "retry": FAST_RETRY}
+THREADS = {"name": "threads", "pattern": "#", "sync": True, "retry": FAST_RETRY}
+both_kinds = pytest.mark.parametrize("queue", [TASKS, THREADS], ids=["tasks", "threads"])
+one_server = pytest.mark.parametrize("major", [15], indirect=True)
+
+
+@both_kinds
+def test_prc_01_a_stop_lets_running_handlers_finish_and_hands_the_rest_to_a_peer_at_once(
+    scene: Scene, queue: dict[str, object]
+) -> None:
+    scene.prepare(queue)
+    name = str(queue["name"])
+    stopping = scene.consume(queue, concurrency=2, drain_timeout=20, lease=600, poll_interval=600)
+    running = scene.publish("a", *[{"gate": "go"}] * 2)
+    scene.wait_for(name, "start", 2)
+    waiting = scene.publish("a", *[{}] * 20)
+    wait_until(lambda: scene.check.standing(name).held > 2)
+    peer = scene.consume(queue, lease=600, poll_interval=600)
+    scene.wait_until_consuming(peer)
+    stopping.send(signal.SIGTERM)
+    wait_until(lambda: set(waiting) <= set(scene.check.successes(name)))
+    assert stopping.exit_code() is None, "it did not wait for the running handlers"
+    scene.open_gate("go")
+    assert stopping.wait() == 0
+    scene.check.wait_until_quiet(name)
+    scene.check.verify(name)
+    assert set(scene.check.runs(name).values()) == {1}
+    assert {entry.event_id for entry in scene.check.entries(name) if entry.pid == stopping.pid} >= set(running)
+    assert {entry.attempt for entry in scene.check.entries(name)} == {1}
+
+
+@both_kinds
+def test_prc_01_a_handler_that_outlasts_the_drain_timeout_is_released_and_loses_no_attempt(
+    scene: Scene, queue: dict[str, object]
+) -> None:
+    scene.prepare(queue)
+    name = str(queue["name"])
+    stopping = scene.consume(queue, concurrency=2, drain_timeout=0.3, lease=600)
+    held_up = scene.publish("a", *[{"gate": "go"}] * 2)
+    scene.wait_for(name, "start", 2)
+    began = time.monotonic()
+    assert stopping.terminate() == 0
+    assert time.monotonic() - began < 5
+    scene.open_gate("go")
+    scene.consume(queue, lease=600)
+    scene.check.wait_until_quiet(name)
+    scene.check.verify(name)
+    assert scene.check.runs(name) == dict.fromkeys(held_up, 2)
+    assert {entry.attempt for entry in scene.check.entries(name)} == {1}
+
+
+@one_server
+def test_a_handler_that_swallows_its_cancellation_does_not_keep_the_process_alive(scene: Scene) -> None:
+    scene.prepare(TASKS)
+    consumer = scene.consume(TASKS, concurrency=2, drain_timeout=0.2, lease=600)
+    scene.publish("a", {"gate": "never", "stubborn": True}, {"gate": "never", "stubborn": True})
+    scene.wait_for("tasks", "start", 2)
+    assert consumer.terminate(8.0) == 0
+    scene.open_gate("never")
+    scene.consume(TASKS, lease=600)
+    scene.check.wait_until_quiet("tasks")
+    scene.check.verify("tasks")
+
+
+@both_kinds
+@one_server
+def test_a_second_signal_ends_it_now_with_exit_code_1_and_releases_what_ran(
+    scene: Scene, queue: dict[str, object]
+) -> None:
+    scene.prepare(queue)
+    name = str(queue["name"])
+    consumer = scene.consume(queue, concurrency=2, drain_timeout=60, lease=600)
+    scene.publish("a", *[{"gate": "go"}] * 2)
+    scene.wait_for(name, "start", 2)
+    consumer.send(signal.SIGTERM)
+    wait_until(lambda: not scene.check.standing(name).waiting)
+    began = time.monotonic()
+    consumer.send(signal.SIGINT)
+    assert consumer.wait() == 1
+    assert time.monotonic() - began < 5
+    scene.open_gate("go")
+    scene.consume(queue, lease=600)
+    scene.check.wait_until_quiet(name)
+    scene.check.verify(name)
+    assert {entry.attempt for entry in scene.check.entries(name)} == {1}
+
+
+@one_server
+def test_an_idle_consumer_stops_within_a_second_and_leaves_no_worker_behind(scene: Scene) -> None:
+    scene.prepare(TASKS, THREADS)
+    consumers = [scene.consume(TASKS, THREADS) for _ in range(4)]
+    scene.wait_until_consuming(*consumers)
+    began = time.monotonic()
+    for consumer, number in zip(consumers, [signal.SIGTERM, signal.SIGINT] * 2, strict=True):
+        consumer.send(number)
+    assert [consumer.wait() for consumer in consumers] == [0] * 4
+    assert time.monotonic() - began < 3
+    assert scene.workers() == []
+    assert "".join(consumer.log for consumer in consumers) == "", "a normal stop is nothing to warn about"
+
+
+def test_a_stop_under_full_load_counts_nothing_and_loses_nothing(scene: Scene) -> None:
+    scene.prepare(TASKS, THREADS)
+    scene.publish("a", *[{"sleep": 0.005}] * 1_500)
+    for _ in range(4):
+        consumer = scene.consume(TASKS, THREADS, lease=600, batch=50)
+        scene.wait_for("tasks", "end", len(scene.check.entries("tasks", "end")) + 50)
+        assert consumer.terminate() == 0
+        assert scene.workers() == []
+    assert not scene.query("SELECT FROM eventbus.exceptions WHERE crashes > 0"), "a stop was counted as a crash"
+    scene.consume(TASKS, THREADS, lease=600)
+    for name in ("tasks", "threads"):
+        scene.check.wait_until_quiet(name)
+        scene.check.verify(name)
+        assert {entry.attempt for entry in scene.check.entries(name)} == {1}
+
+
+@one_server
+def test_a_stop_while_the_server_is_away_ends_in_time_and_what_ran_comes_back(
+    new_cluster: NewCluster, new_scene: NewScene, major: int
+) -> None:
+    from eventbus.postgres.migrate import migrate
+
+    cluster = new_cluster(major)
+    migrate(cluster.dsn(), "eventbus")
+    scene = new_scene(cluster.dsn())
+    scene.prepare(TASKS)
+    consumer = scene.consume(TASKS, concurrency=2)
+    scene.publish("a", *[{"gate": "go"}] * 2)
+    scene.wait_for("tasks", "start", 2)
+    cluster.stop("immediate")
+    consumer.wait_for_log("database trouble")
+    scene.open_gate("go")
+    scene.wait_for("tasks", "end", 2)
+    began = time.monotonic()
+    assert consumer.terminate(20) == 1, "it could not tell the database what was done"
+    assert time.monotonic() - began < 12
+    cluster.start()
+    scene.consume(TASKS)
+    scene.check.wait_until_quiet("tasks")
+    scene.check.verify("tasks", most_repeated=2)
+    assert {entry.attempt for entry in scene.check.entries("tasks")} == {1}
+
+
+def test_a_stop_while_it_waits_for_a_server_at_the_start_ends_at_once(new_scene: NewScene) -> None:
+    consumer = new_scene("host=127.0.0.1 port=1 dbname=nowhere").consume(TASKS)
+    consumer.wait_for_log("database trouble")
+    began = time.monotonic()
+    assert consumer.terminate() == 0
+    assert time.monotonic() - began < 2
