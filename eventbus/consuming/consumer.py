@@ -283,8 +283,6 @@ class Consumer:
             lease.done.append(delivery.seq)
         else:
             lease.verdicts.append((delivery.seq, verdict))
-            if verdict.outcome == "retry":
-                queue.due_at = min(queue.due_at, time.monotonic() + verdict.delay + self._limits.settle_interval)
         lease.unfinished -= 1
         if lease.unfinished == 0:
             self._finished.append(lease)
@@ -323,6 +321,7 @@ class Consumer:
             self._finished = [lease for lease in self._finished if lease not in settled]
             for lease in leases:
                 self._forget(lease)
+                self._expect_retries(lease, lease.verdicts)
             self._news.set()
             self._settled.set()
 
@@ -331,10 +330,22 @@ class Consumer:
         for lease in list(self.leases):
             news = lease.unfinished and (lease.done or lease.verdicts)
             long_open = self._stopping or now - lease.opened_at > _PROGRESS_AFTER
+            verdicts = lease.verdicts
             if news and long_open and not await self._engine.record_progress(lease):
                 log.warning("lost a lease while its events ran; they run again elsewhere", extra={"lease": repr(lease)})
                 lease.dropped = True
                 self._forget(lease)
+            elif news and long_open:
+                self._expect_retries(lease, verdicts)
+
+    def _expect_retries(self, lease: Lease, verdicts: Iterable[tuple[int, Verdict]]) -> None:
+        """The engine has stored these: earlier, a look for them would have been in vain."""
+        now = time.monotonic()
+        for _, verdict in verdicts:
+            if verdict.outcome == "retry":
+                queue = self.queues[lease.queue_id]
+                queue.due_at = min(queue.due_at, now + verdict.delay)
+                self._news.set()
 
     def _forget(self, lease: Lease) -> None:
         if lease in self.leases:
