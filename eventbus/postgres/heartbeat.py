@@ -87,8 +87,9 @@ class Heartbeat:
                 self._beat_if_needed()
             except psycopg.Error as error:
                 failures += 1
+                connected_at = None if self._connection is None else self._connected_at
                 self._close()
-                self._outage.began(_NAME, describe(error, "heartbeat"))
+                self._outage.began(_NAME, describe(error, "heartbeat"), connected_at)
                 self._stopping.wait(min(_LONGEST_BACKOFF, 0.25 * 2 ** min(failures, 10)))
                 continue
             except Exception:
@@ -102,7 +103,8 @@ class Heartbeat:
     def _beat_if_needed(self) -> None:
         pulse = self._watch.pulse()
         silent = time.monotonic() - self._sent_at
-        if silent < self._lease / 3 and (pulse == self._sent or not pulse.started):
+        fresh = silent < self._lease / 3 and (pulse == self._sent or not pulse.started)
+        if fresh and self._connection is not None:
             return
         if self._connection is None:
             self._connect()

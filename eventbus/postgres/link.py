@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,11 @@ _DEFAULTS = {
 }
 _SESSION = b"SET default_transaction_isolation = 'read committed'"
 _LONGEST_BACKOFF = 5.0
+_FORGIVEN_AFTER = 2 * _LONGEST_BACKOFF
+"""Seconds after which a statement that failed is not expected to come again."""
 _CONNECTIONS_PER_WORKER = 5
+_FULL = ("too many connections", "too many clients", "remaining connection slots")
+"""How servers say SQLSTATE 53300 while a connection is made: the client library passes on their text only."""
 
 Row = tuple[Any, ...]
 
@@ -41,21 +46,32 @@ class Outage:
     """Whether one process can work with the database. Shared by all its links, so that it speaks once."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._down: dict[str, str] = {}
-        self._since = 0.0
+        self._began_at = 0.0
+        self._ended_at = 0.0
 
-    def began(self, link: str, problem: str) -> None:
-        """Report that ``link`` cannot work; logged when it is the first one."""
-        if not self._down:
-            self._since = time.monotonic()
-            log.warning("database trouble: %s; retrying until it is back", problem, extra={"link": link})
-        self._down[link] = problem
+    def began(self, link: str, problem: str, connected_at: float | None = None) -> None:
+        """Report that ``link`` cannot work; logged when it is the first one.
+
+        ``connected_at``: when the connection was made that is lost now (monotonic seconds). If it is older than the
+        end of the last outage, then it was that outage that cut it, and only now somebody wanted to use it.
+        """
+        with self._lock:
+            if not self._down:
+                if connected_at is not None and connected_at < self._ended_at:
+                    return
+                self._began_at = time.monotonic()
+                log.warning("database trouble: %s; retrying until it is back", problem, extra={"link": link})
+            self._down[link] = problem
 
     def ended(self, link: str) -> None:
         """Report that ``link`` works; logged when it was the last one."""
-        if self._down.pop(link, None) is not None and not self._down:
-            seconds = time.monotonic() - self._since
-            log.info("the database is back after %.1f s", seconds, extra={"link": link, "outage_seconds": seconds})
+        with self._lock:
+            if self._down.pop(link, None) is not None and not self._down:
+                self._ended_at = time.monotonic()
+                seconds = self._ended_at - self._began_at
+                log.info("the database is back after %.1f s", seconds, extra={"link": link, "outage_seconds": seconds})
 
 
 class Link:
@@ -66,7 +82,11 @@ class Link:
         self._dsn = dsn
         self._outage = outage
         self._connection: psycopg.AsyncConnection[Row] | None = None
+        self._connected_at = 0.0
         self._failures = 0
+        self._failing: bytes | None = None
+        """The statement that failed although the connection was fine: only its own success ends the trouble."""
+        self._failed_at = 0.0
 
     @property
     def backend_pid(self) -> int | None:
@@ -85,9 +105,7 @@ class Link:
             rows = await cursor.fetchall() if cursor.description else []
         except psycopg.Error as error:
             raise await self._translate(error, statement) from error
-        if self._failures:
-            self._failures = 0
-            self._outage.ended(self.name)
+        self._worked(statement)
         return rows
 
     async def transaction(self, isolation: psycopg.IsolationLevel, first: bytes, last: bytes, parameters: Row) -> Row:
@@ -106,7 +124,16 @@ class Link:
         except psycopg.Error as error:
             raise await self._translate(error, last) from error
         assert row is not None
+        self._worked(last)
         return row
+
+    def _worked(self, statement: bytes) -> None:
+        if not self._failures:
+            return
+        if self._failing in (None, statement) or time.monotonic() - self._failed_at > _FORGIVEN_AFTER:
+            self._failures = 0
+            self._failing = None
+            self._outage.ended(self.name)
 
     async def recover(self) -> None:
         """Wait as long as the back-off says, then until a connection stands; back-off doubles from 0.1 s to 5 s."""
@@ -135,6 +162,7 @@ class Link:
             await connection.close()
             raise
         self._connection = connection
+        self._connected_at = time.monotonic()
         return connection
 
     def _backoff(self) -> float:
@@ -147,12 +175,18 @@ class Link:
         if error.sqlstate == "EB002":
             return BusPaused(str(error))
         self._failures += 1
+        self._failed_at = time.monotonic()
         problem = describe(error, statement.decode())
-        if broken(error) or self._connection is None or self._connection.broken:
-            connection, self._connection = self._connection, None
+        connection, connected_at = self._connection, None
+        if connection is not None:
+            connected_at = self._connected_at
+        if broken(error) or connection is None or connection.broken:
+            self._connection = self._failing = None
             if connection is not None:
                 await connection.close()
-        self._outage.began(self.name, problem)
+        else:
+            self._failing = statement
+        self._outage.began(self.name, problem, connected_at)
         if isinstance(error, errors.QueryCanceled):
             return StatementCancelled(problem)
         return Unavailable(problem)
@@ -170,10 +204,11 @@ def broken(error: psycopg.Error) -> bool:
 
 def describe(error: psycopg.Error, statement: str) -> str:
     """One line for the log: what failed, and what to do where we know it."""
-    text = " ".join(str(error).split())
+    text = " ".join((error.diag.message_primary or str(error)).split())
+    statement = " ".join(statement.split())
     if isinstance(error, errors.QueryCanceled):
         return f"{text} while running: {statement} (raise statement_timeout for the bus's role)"
-    if error.sqlstate == "53300":
+    if error.sqlstate == "53300" or any(full in text for full in _FULL):
         return f"{text} (one worker needs {_CONNECTIONS_PER_WORKER} connections)"
     if error.sqlstate is None or error.sqlstate[:2] in ("08", "57", "28", "3D"):
         return text

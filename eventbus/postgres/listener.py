@@ -74,7 +74,13 @@ class Listener:
                 self._ears.published()
             elif notification.pid == self._ears.own_relay():
                 continue
-            elif notification.payload == "*":
-                self._ears.fed(None)
             else:
-                self._ears.fed([int(number) for number in notification.payload.split(",") if number])
+                self._ears.fed(_queue_numbers(notification.payload))
+
+
+def _queue_numbers(payload: str) -> list[int] | None:
+    """The queues that a notification names; any, if it is not one of ours: every session may notify."""
+    try:
+        return [int(number) for number in payload.split(",")]
+    except ValueError:
+        return None
