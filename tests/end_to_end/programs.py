@@ -56,12 +56,14 @@ def subscribe(bus: EventBus, queue: Json, journal: Journal) -> None:
 
     async def handle(event: Event) -> None:
         journal.write("start", event)
-        await _act(event.payload or {}, event, journal)
+        await _act(event.payload, event, journal)
+        if follow_ups := event.payload.get("publish"):
+            await _publish(bus, follow_ups)
         journal.write("end", event)
 
     def handle_in_thread(event: Event) -> None:
         journal.write("start", event)
-        _act_in_thread(event.payload or {}, event, journal)
+        _act_in_thread(event.payload, event, journal)
         journal.write("end", event)
 
     bus.subscribe(
@@ -112,6 +114,15 @@ async def _act(wish: Json, event: Event, journal: Journal) -> None:
     if "gate" in wish:
         await _until(lambda: (journal.folder / wish["gate"]).exists(), stubborn=wish.get("stubborn", False))
     _fail(event, wish.get("fail_at_end", 0))
+
+
+async def _publish(bus: EventBus, count: int) -> None:
+    """Publish follow-up events on a connection of the handler's own."""
+    assert bus.settings.dsn is not None
+    async with await psycopg.AsyncConnection.connect(bus.settings.dsn) as connection:
+        for _ in range(count):
+            event_id = await bus.outbox.apublish_event("follow-up", {}, conn=connection)
+            await connection.execute("INSERT INTO business (event_id, topic) VALUES (%s, 'follow-up')", (event_id,))
 
 
 async def _until(condition: Callable[[], bool], *, stubborn: bool) -> None:
