@@ -108,7 +108,6 @@ class Matcher:
 
     pattern: str
     words: tuple[str, ...]
-    """The pattern's words; neighbouring ``#`` count as one."""
 
     def matches(self, topic: str) -> bool:
         """True if the whole topic fits the pattern; takes at most words of the pattern times words of the topic.
@@ -121,11 +120,8 @@ class Matcher:
 
 def compile_pattern(pattern: str) -> Matcher:
     """The matcher of ``pattern``; raises :class:`~eventbus.errors.InvalidTopic` if the pattern breaks the rule."""
-    words: list[str] = []
-    for word in validate_pattern(pattern).split("."):
-        if word != "#" or words[-1:] != ["#"]:
-            words.append(word)
-    return Matcher(pattern, tuple(words))
+    checked = validate_pattern(pattern)
+    return Matcher(checked, tuple(checked.split(".")))
 
 
 def matches(pattern: str, topic: str) -> bool:

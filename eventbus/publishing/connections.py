@@ -126,11 +126,11 @@ def _is_idle(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any])
 
 
 def _is_unsure(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
-    """True if commands wait in a pipeline, so that the status is older than they are."""
+    """True if commands of a pipeline have not been answered yet: a BEGIN or a COMMIT may be among them."""
     return (
         connection.autocommit
         and connection.pgconn.pipeline_status != PipelineStatus.OFF
-        and connection.pgconn.transaction_status in {TransactionStatus.IDLE, TransactionStatus.ACTIVE}
+        and connection.pgconn.transaction_status == TransactionStatus.ACTIVE
     )
 
 

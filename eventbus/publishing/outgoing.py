@@ -95,9 +95,9 @@ def _delay(event: OutboxEvent) -> str | None:
         raise PublishError("delay and at exclude each other; give one of them")
     microseconds = _microseconds(delay)
     if microseconds < 0:
-        raise PublishError(f"delay {delay} is negative; leave it out to publish now")
+        raise PublishError("delay is negative; leave it out to publish now")
     if microseconds > MAX_DELAY // _MICROSECOND:
-        raise PublishError(f"delay {delay} is longer than {MAX_DELAY.days} days; plain numbers are seconds")
+        raise PublishError(f"delay is longer than {MAX_DELAY.days} days; plain numbers are seconds")
     if not microseconds:
         return None
     return f"{microseconds // 1_000_000}.{microseconds % 1_000_000:06} seconds"

@@ -127,11 +127,11 @@ def test_ids_ascend_with_the_clock_so_that_events_sort_as_they_were_made() -> No
     assert len(set(made)) == 40_000
 
 
-@pytest.mark.parametrize("nanoseconds", [0, 999_999, 1_000_000, 2**48 * 1_000_000 - 1])
-def test_no_moment_spills_into_the_version_bits(nanoseconds: int) -> None:
+@pytest.mark.parametrize("nanoseconds", [0, 999_999, 1_000_000, 2**48 * 1_000_000 - 1, 2**48 * 1_000_000, -1])
+def test_no_moment_even_of_a_clock_that_is_wrong_spills_into_the_version_bits(nanoseconds: int) -> None:
     made = new_event_id(lambda: nanoseconds)
     assert (made.version, made.variant) == (7, uuid.RFC_4122)
-    assert made.int >> 80 == nanoseconds // 1_000_000
+    assert made.int >> 80 == nanoseconds // 1_000_000 % 2**48
 
 
 def test_equally_seeded_programs_never_make_the_same_id() -> None:
