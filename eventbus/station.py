@@ -39,9 +39,9 @@ class Station:
         self._wait = wait
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outage = Outage()
-        calls = Statements("engine", settings.schema_name)
-        self._links = [Link(settings.dsn, name, self._outage) for name in ("relay", "claim", "settle")]
-        relaying, claiming, settling = self._links
+        self._calls = calls = Statements("engine", settings.schema_name)
+        self._links = [Link(settings.dsn, name, self._outage) for name in ("relay", "claim", "settle", "watch")]
+        relaying, claiming, settling, self._watching = self._links
         self._relay_engine = PostgresRelay(relaying, calls, resume_after_restore=settings.on_restore == "resume")
         self._engine = PostgresConsumer(claiming, settling, calls)
         self._consumer = Consumer(
@@ -71,6 +71,7 @@ class Station:
             heart=self._heart,
             open=self._open,
             hear=listener.run if self._settings.notify else None,
+            undone=self._undone,
             leave=self._engine.unregister,
             close=self._close,
         )
@@ -108,6 +109,11 @@ class Station:
             runner = ThreadRunner(execution, slots, finish, f"eventbus-{subscription.name}")
         state = QueueState(subscription.name, runner, pace)
         return state
+
+    async def _undone(self, queue_ids: Sequence[int]) -> bool:
+        """On a connection of its own, which is only made for a worker that ends by itself."""
+        [row] = await self._watching.rows(self._calls["undone"], (list(queue_ids), list(queue_ids)))
+        return bool(row[0])
 
     async def _close(self) -> None:
         for queue in self._consumer.queues.values():

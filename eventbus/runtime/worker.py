@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ _SETTLE_PATIENCE = 5.0
 """Seconds that the last settlements may take after the handlers have ended."""
 _FORCED_PATIENCE = 1.0
 _QUIET_LOOK = 0.02
+_UNDONE_LOOK = 0.2
 
 
 class Heart(Protocol):
@@ -36,13 +37,18 @@ class Heart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What one worker is made of. ``open`` registers it, ``close`` says goodbye; ``hear`` listens for wake-ups."""
+    """What one worker is made of.
+
+    ``open`` registers it, ``hear`` listens for wake-ups, ``leave`` says goodbye, ``close`` disconnects. ``undone``
+    tells whether other workers or publishers are in the middle of something in these queues.
+    """
 
     relay: Relay
     consumer: Consumer
     heart: Heart
     open: Callable[[], Awaitable[None]]
     hear: Callable[[], Coroutine[Any, Any, None]] | None
+    undone: Callable[[Sequence[int]], Awaitable[bool]]
     leave: Callable[[], Awaitable[None]]
     close: Callable[[], Awaitable[None]]
 
@@ -148,18 +154,31 @@ class Worker:
             log.warning("could not sign off; other workers notice by the missing heartbeat")
 
     async def _watch_idle(self) -> None:
-        """End when the relay has nothing fresh and every queue is empty, seen twice with nothing in between."""
+        """End when all is done: the relay has nothing fresh and every queue is empty, twice with nothing in between.
+
+        That counts what others hold: handlers that run elsewhere, what a dead worker has left, open publishers.
+        """
         relay, consumer = self._parts.relay, self._parts.consumer
         while True:
             await _until(lambda: consumer.quiet)
+            if await self._undone():
+                await asyncio.sleep(_UNDONE_LOOK)
+                continue
             before = (relay.delivered, consumer.handled)
             ticks = relay.idle_ticks
-            relay.wake()
-            await _until(lambda: relay.idle_ticks > ticks + 1)  # noqa: B023 - awaited at once
+            while relay.idle_ticks <= ticks + 1:
+                relay.wake()  # again and again: it may be in the middle of falling asleep
+                await asyncio.sleep(_QUIET_LOOK)
             consumer.wake()
             await _until(lambda: consumer.quiet)
-            if before == (relay.delivered, consumer.handled):
+            if before == (relay.delivered, consumer.handled) and not await self._undone():
                 return
+
+    async def _undone(self) -> bool:
+        try:
+            return await self._parts.undone(list(self._parts.consumer.queues))
+        except Unavailable:
+            return True
 
 
 async def _until(condition: Callable[[], bool]) -> None:

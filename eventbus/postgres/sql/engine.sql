@@ -88,3 +88,16 @@ SELECT kind, id FROM {schema}.held(%s::uuid, %s)
 -- name: release_unknown
 -- Gives back what a worker holds without knowing.
 SELECT {schema}.release_unknown(%s::uuid, %s::bigint[], %s::bigint[])
+
+-- name: undone
+-- Whether anybody holds or waits for deliveries of these queues, or publishes in a transaction that is still open.
+SELECT EXISTS (SELECT 1 FROM {schema}.exceptions e WHERE e.queue_id = ANY (%s::integer[]))
+    OR EXISTS (
+        SELECT 1 FROM {schema}.workers w JOIN {schema}.claims c ON c.worker_id = w.id AND c.id >= w.open_from
+        WHERE w.state = 'live' AND c.queue_id = ANY (%s::integer[])
+          AND NOT EXISTS (SELECT 1 FROM {schema}.settlements s WHERE s.claim_id = c.id))
+    OR EXISTS (
+        SELECT 1 FROM pg_catalog.pg_locks l
+        WHERE l.locktype = 'relation' AND l.mode = 'RowExclusiveLock' AND l.granted
+          AND l.database = (SELECT d.oid FROM pg_catalog.pg_database d WHERE d.datname = pg_catalog.current_database())
+          AND l.relation = '{schema}.outbox'::regclass)
