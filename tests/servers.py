@@ -66,7 +66,13 @@ class Cluster:
         self._account = Account.for_data(self.data)
         self.programs = programs.reachable(version, self._account)
         self._account.give(self.folder)
-        self._run("initdb", "-D", self.data, "-U", self.user, "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync")
+        try:
+            self._run(
+                "initdb", "-D", self.data, "-U", self.user, "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"
+            )
+        except BaseException:
+            self.remove()
+            raise
 
     def start(self) -> None:
         """Start the server and wait until it accepts connections; after a crash that includes the recovery."""

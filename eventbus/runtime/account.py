@@ -64,12 +64,22 @@ class Account:
         if self.switched:
             os.chown(path, self.uid, self.gid)
 
-    def reaches(self, path: Path) -> bool:
-        """Whether this account may enter the folder, or run the program, ``path``."""
+    def reaches(self, folder: Path) -> bool:
+        """Whether this account may enter ``folder``."""
         if not self.switched:
-            return os.access(path, os.X_OK)
-        command = ["/bin/sh", "-c", 'test -x "$0"', str(path)]
-        return subprocess.run(command, check=False, **self.spawn_options()).returncode == 0
+            return os.access(folder, os.X_OK)
+        return self._succeeds("/bin/sh", "-c", 'test -x "$0"', str(folder))
+
+    def runs(self, program: Path) -> bool:
+        """Whether this account can run ``program``, with all that the program needs beside it."""
+        return self._succeeds(str(program), "--version")
+
+    def _succeeds(self, *command: str) -> bool:
+        try:
+            done = subprocess.run(command, check=False, capture_output=True, **self.spawn_options())
+        except PermissionError:
+            return False
+        return done.returncode == 0
 
     def spawn_options(self) -> Mapping[str, Any]:
         """Keyword arguments that make :mod:`subprocess` run a program as this account.

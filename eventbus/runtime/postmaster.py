@@ -112,6 +112,7 @@ def create(data: Path, postgres: Programs, account: Account) -> None:
         **account.spawn_options(),
     )
     if made.returncode != 0:
+        shutil.rmtree(unfinished)
         raise ConfigurationError(f"the embedded PostgreSQL cannot create its data: {made.stderr.strip()}")
     if unfinished.parent == data.parent:
         unfinished.rename(data)

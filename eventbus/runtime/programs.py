@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -61,21 +62,26 @@ def reachable(programs: Programs, account: Account, *, copies: Path = SHARED_STA
 
     A virtual environment in root's home is the case: nobody else can enter it, and it stays so.
     """
-    if account.reaches(programs.bin / "postgres"):
+    postgres = programs.bin / "postgres"
+    if account.runs(postgres):
         return programs
-    source = programs.bin.parent
-    identity = f"{source.resolve()} {(programs.bin / 'postgres').stat().st_mtime_ns}"
+    identity = f"{postgres.resolve()} {postgres.stat().st_mtime_ns}"
     target = copies / f"postgresql-{programs.major}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    installation = programs.bin.parent
+    package = installation.parent
     if not target.exists():
         copies.mkdir(mode=0o755, parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=copies))
-        shutil.copytree(source, unfinished, symlinks=True, dirs_exist_ok=True)
+        shutil.copytree(installation, unfinished / package.name / installation.name, symlinks=True)
+        # Wheels keep the libraries beside the package, and the programs look for them by that relative path.
+        libraries = package.with_name(f"{package.name}.libs")
+        if libraries.is_dir():
+            shutil.copytree(libraries, unfinished / libraries.name, symlinks=True)
         _open_to_all(unfinished)
-        try:
+        with suppress(OSError):  # another process was faster
             unfinished.rename(target)
-        except OSError:  # another process was faster
-            shutil.rmtree(unfinished)
-    return Programs(target / programs.bin.name, programs.major)
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return Programs(target / package.name / installation.name / programs.bin.name, programs.major)
 
 
 def _installed() -> Mapping[int, Programs]:

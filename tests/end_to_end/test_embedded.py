@@ -338,15 +338,26 @@ def test_root_can_use_programs_that_only_root_may_enter(new_folder: Path) -> Non
     private, copies = new_folder / "private", new_folder / "copies"
     private.mkdir(mode=0o700)
     found = programs.find()
-    shutil.copytree(found.bin.parent, private / "pginstall", symlinks=True)
+    package = found.bin.parent.parent
+    shutil.copytree(found.bin.parent, private / package.name / found.bin.parent.name, symlinks=True)
+    shutil.copytree(f"{package}.libs", private / f"{package.name}.libs")
     subprocess.run(["chmod", "-R", "go-rwx", private], check=True)  # as installed with umask 077
-    hidden = programs.Programs(private / "pginstall" / "bin", found.major)
+    hidden = programs.Programs(private / package.name / found.bin.parent.name / "bin", found.major)
     server_account = account.Account.for_data(new_folder / "none")
+    assert not server_account.runs(hidden.bin / "initdb")
     reachable = programs.reachable(hidden, server_account, copies=copies)
-    assert server_account.reaches(reachable.bin / "initdb")
+    assert server_account.runs(reachable.bin / "initdb")
     assert programs.reachable(hidden, server_account, copies=copies) == reachable
     assert len(list(copies.iterdir())) == 1
     assert stat.S_IMODE(private.stat().st_mode) == 0o700
+
+
+def test_a_first_start_that_fails_leaves_nothing_behind(new_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = programs.Programs(Path("/bin"), 18)
+    monkeypatch.setattr(programs.Programs, "path", lambda self, name: "/bin/false")
+    with pytest.raises(ConfigurationError, match="cannot create its data"):
+        postmaster.create(new_folder / "postgres", broken, account.Account.for_data(new_folder / "postgres"))
+    assert list(new_folder.iterdir()) == []
 
 
 def test_a_socket_of_a_server_that_died_is_not_taken_for_a_server(new_folder: Path) -> None:
