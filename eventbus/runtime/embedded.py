@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -102,6 +104,18 @@ def start(folder: Path) -> EmbeddedServer:
             f"the embedded PostgreSQL cannot use {home}: {error.strerror or error}; "
             "set EVENTBUS_DSN to use a server of yours"
         ) from error
+
+
+@contextmanager
+def temporary() -> Iterator[EmbeddedServer]:
+    """A server with new, empty data in a temporary folder; both are gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="eventbus-"))
+    folder.chmod(0o755)  # so that the server's account can enter it; the data in it is private by itself
+    try:
+        with start(folder) as server:
+            yield server
+    finally:
+        shutil.rmtree(folder)
 
 
 def _prepare(home: Path) -> None:

@@ -286,6 +286,16 @@ def test_data_of_another_version_is_refused_by_name_and_left_alone(new_folder: P
     shutil.rmtree(new_folder / embedded.FOLDER)
 
 
+def test_a_temporary_server_leaves_no_data_behind() -> None:
+    with embedded.temporary() as server:
+        remember(server.dsn, 1)
+        found = running(server.home.parent)
+        assert found
+        assert found.data.parent == server.home
+    assert not server.home.parent.exists()
+    assert not found.socket_folder.exists()
+
+
 def test_a_server_that_does_not_start_says_why(folder: Path) -> None:
     embedded.start(folder).stop()
     configuration = (folder / embedded.FOLDER / "postgres" / "postgresql.conf").resolve()
