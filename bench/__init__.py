@@ -1,0 +1,1 @@
+"""Measures what the bus promises, on the machine and the PostgreSQL at hand. ``python -m bench --help``."""
