@@ -59,9 +59,9 @@ class Line:
         routes = {t: sorted({number for number, pattern in bindings if matches(pattern, t)}) for t in topics}
         assert self.one("SELECT eventbus.resolve_topics(%s, %s)", version, json.dumps(routes))
 
-    def live(self) -> None:
+    def live(self, pid: int = 42) -> None:
         self.worker = uuid.uuid4()
-        self.conn.execute("SELECT eventbus.register_worker(%s, 'box', 42)", [self.worker])
+        self.conn.execute("SELECT eventbus.register_worker(%s, 'box', %s)", [self.worker, pid])
 
     def claim(self, queue: str, most: int = 1000) -> Claim:
         token = uuid.uuid4()

@@ -173,9 +173,9 @@ def test_a_retry_that_runs_names_its_worker_and_one_that_is_late_its_reason(line
     line.conn.execute("UPDATE eventbus.exceptions SET crashes = 0")
     silence(line)
     assert "no worker is alive" in standing(line, event_id).why[0]
-    line.live()
+    line.live(pid=43)
     [held] = line.claim_due("ledger")
-    assert standing(line, event_id).what == "running in worker box/42"
+    assert standing(line, event_id).what == "running in worker box/43"
     assert line.settle_exception(held, outcome="done")
     assert standing(line, event_id).stage == "done"
 
