@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import psycopg
+from psycopg.adapt import AdaptersMap
 from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types.string import StrDumperUnknown
@@ -58,12 +59,17 @@ class AsyncAdapter(Protocol):
 class PsycopgAdapter:
     """``psycopg.Connection``."""
 
+    def __init__(self) -> None:
+        self._adapters = _text_as_it_is()
+
     def handles(self, connection: object) -> bool:
         """True for psycopg connections and subclasses, those of a pool too."""
         return isinstance(connection, psycopg.Connection)
 
     def in_transaction(self, connection: psycopg.Connection[Any]) -> bool:
         """Without autocommit always: psycopg begins a transaction by itself."""
+        if not connection.autocommit:
+            return True
         if _is_unsure(connection):
             with connection.pipeline():  # a nested pipeline waits until what is queued has run, BEGIN for instance
                 pass
@@ -80,9 +86,7 @@ class PsycopgAdapter:
     def _run(self, connection: psycopg.Connection[Any], statements: Sequence[Statement]) -> None:
         try:
             for sql, parameters in statements:
-                cursor = psycopg.RawCursor(connection, row_factory=tuple_row)
-                cursor.adapters.register_dumper(str, StrDumperUnknown)
-                cursor.execute(sql.encode(), parameters)
+                _Cursor(connection, self._adapters).execute(sql.encode(), parameters)
         except psycopg.errors.UndefinedTable as error:
             error.add_note(_NO_SCHEMA)
             raise
@@ -91,12 +95,17 @@ class PsycopgAdapter:
 class AsyncPsycopgAdapter:
     """``psycopg.AsyncConnection``."""
 
+    def __init__(self) -> None:
+        self._adapters = _text_as_it_is()
+
     def handles(self, connection: object) -> bool:
         """True for psycopg's async connections and subclasses, those of a pool too."""
         return isinstance(connection, psycopg.AsyncConnection)
 
     async def in_transaction(self, connection: psycopg.AsyncConnection[Any]) -> bool:
         """As in :class:`PsycopgAdapter`."""
+        if not connection.autocommit:
+            return True
         if _is_unsure(connection):
             async with connection.pipeline():
                 pass
@@ -113,12 +122,32 @@ class AsyncPsycopgAdapter:
     async def _run(self, connection: psycopg.AsyncConnection[Any], statements: Sequence[Statement]) -> None:
         try:
             for sql, parameters in statements:
-                cursor = psycopg.AsyncRawCursor(connection, row_factory=tuple_row)
-                cursor.adapters.register_dumper(str, StrDumperUnknown)
-                await cursor.execute(sql.encode(), parameters)
+                await _AsyncCursor(connection, self._adapters).execute(sql.encode(), parameters)
         except psycopg.errors.UndefinedTable as error:
             error.add_note(_NO_SCHEMA)
             raise
+
+
+class _Cursor(psycopg.RawCursor[Any]):
+    """A cursor whose adapters are ours, made once; registering them for each statement would cost as much again."""
+
+    def __init__(self, connection: psycopg.Connection[Any], adapters: AdaptersMap) -> None:
+        super().__init__(connection, row_factory=tuple_row)
+        self._adapters = adapters
+
+
+class _AsyncCursor(psycopg.AsyncRawCursor[Any]):
+    """The same for async connections."""
+
+    def __init__(self, connection: psycopg.AsyncConnection[Any], adapters: AdaptersMap) -> None:
+        super().__init__(connection, row_factory=tuple_row)
+        self._adapters = adapters
+
+
+def _text_as_it_is() -> AdaptersMap:
+    adapters = AdaptersMap(psycopg.adapters)
+    adapters.register_dumper(str, StrDumperUnknown)
+    return adapters
 
 
 def _is_idle(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
@@ -128,8 +157,7 @@ def _is_idle(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any])
 def _is_unsure(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
     """True if commands of a pipeline have not been answered yet: a BEGIN or a COMMIT may be among them."""
     return (
-        connection.autocommit
-        and connection.pgconn.pipeline_status != PipelineStatus.OFF
+        connection.pgconn.pipeline_status != PipelineStatus.OFF
         and connection.pgconn.transaction_status == TransactionStatus.ACTIVE
     )
 

@@ -71,7 +71,16 @@ class Outbox:
         ``autocommit=True`` allows a connection in autocommit mode without a transaction: the event is then
         published at once, on its own.
         """
-        row = prepare(OutboxEvent(topic, payload, key, headers, delay, at, event_id), self._max_bytes)
+        row = prepare(
+            topic,
+            payload,
+            max_bytes=self._max_bytes,
+            key=key,
+            headers=headers,
+            delay=delay,
+            at=at,
+            event_id=event_id,
+        )
         self._send(conn, self._one(row), autocommit=autocommit)
         return row.event_id
 
@@ -89,7 +98,16 @@ class Outbox:
         conn: Any = None,
     ) -> UUID:
         """As :meth:`publish_event`, on an async connection."""
-        row = prepare(OutboxEvent(topic, payload, key, headers, delay, at, event_id), self._max_bytes)
+        row = prepare(
+            topic,
+            payload,
+            max_bytes=self._max_bytes,
+            key=key,
+            headers=headers,
+            delay=delay,
+            at=at,
+            event_id=event_id,
+        )
         await self._asend(conn, self._one(row), autocommit=autocommit)
         return row.event_id
 
@@ -160,24 +178,24 @@ class Outbox:
         rows: list[Row] = []
         try:
             for event in events:
-                rows.append(prepare(_outbox_event(event), self._max_bytes))  # noqa: PERF401 - counts for the note
+                rows.append(_prepare(_outbox_event(event), self._max_bytes))  # noqa: PERF401 - counts for the note
         except PublishError as error:
             error.add_note(f"It is number {len(rows)} of the events, counted from 0; none was published.")
             raise
         return rows
 
-    def _one(self, row: Row) -> list[Statement]:
-        if row.delay is None and row.at is None:
-            parameters = (row.event_id.hex, row.topic, row.key, row.payload, row.headers)
-            return [Statement(self._statements.publish, parameters)]
-        return self._many([row])
+    def _one(self, row: Row) -> Sequence[Statement]:
+        event_id, topic, key, payload, headers, due = row
+        if due is not None:
+            return self._many([row])
+        return (Statement(self._statements.publish, (event_id.hex, topic, key, payload, headers)),)
 
-    def _many(self, rows: Sequence[Row]) -> list[Statement]:
-        now = [row for row in rows if row.delay is None and row.at is None]
-        later = [row for row in rows if row.delay is not None or row.at is not None]
+    def _many(self, rows: Sequence[Row]) -> Sequence[Statement]:
+        now = [row for row in rows if row.due is None]
+        later = [row for row in rows if row.due is not None]
         return [
-            *(Statement(self._statements.publish_many, _columns(batch)[:5]) for batch in _batches(now)),
-            *(Statement(self._statements.schedule_many, _columns(batch)) for batch in _batches(later)),
+            *(Statement(self._statements.publish_many, _columns(batch)) for batch in _batches(now)),
+            *(Statement(self._statements.schedule_many, _columns(batch) + _dues(batch)) for batch in _batches(later)),
         ]
 
 
@@ -199,6 +217,19 @@ def _outbox_event(given: object) -> OutboxEvent:
     raise PublishError(f"an event is an OutboxEvent or a tuple (topic, payload), not {type(given).__name__}")
 
 
+def _prepare(event: OutboxEvent, max_bytes: int) -> Row:
+    return prepare(
+        event.topic,
+        event.payload,
+        max_bytes=max_bytes,
+        key=event.key,
+        headers=event.headers,
+        delay=event.delay,
+        at=event.at,
+        event_id=event.event_id,
+    )
+
+
 def _batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
     """Runs of rows that fit one statement; a single large row has one of its own."""
     start = characters = 0
@@ -218,9 +249,12 @@ def _columns(rows: Sequence[Row]) -> list[str]:
         _array(row.key for row in rows),
         f"[{','.join(row.payload for row in rows)}]",
         _array(row.headers for row in rows),
-        _array(row.delay for row in rows),
-        _array(row.at for row in rows),
     ]
+
+
+def _dues(rows: Sequence[Row]) -> list[str]:
+    dues = [row.due for row in rows if row.due is not None]
+    return [_array(due.delay for due in dues), _array(due.at for due in dues)]
 
 
 def _array(values: Iterable[str | None]) -> str:

@@ -16,7 +16,7 @@ from uuid import UUID
 import orjson
 
 from eventbus.errors import PublishError
-from eventbus.event import CAUSATION_ID, CORRELATION_ID, current_event, new_event_id
+from eventbus.event import CAUSATION_ID, CORRELATION_ID, Event, current_event, new_event_id
 from eventbus.payload import encode
 from eventbus.topics import validate_headers, validate_key, validate_topic
 
@@ -42,42 +42,55 @@ class OutboxEvent:
 
 
 class Row(NamedTuple):
-    """A checked event as the text that PostgreSQL gets; ``delay`` and ``at`` are set if it has to wait."""
+    """A checked event as the text that PostgreSQL gets, and when it is due if it has to wait."""
 
     event_id: UUID
     topic: str
     key: str | None
     payload: str
     headers: str | None
+    due: Due | None
+
+
+class Due(NamedTuple):
+    """One of the two is set: how long after the INSERT, or the moment."""
+
     delay: str | None
     at: str | None
 
 
-def prepare(event: OutboxEvent, max_bytes: int) -> Row:
+def prepare(
+    topic: str,
+    payload: Any,
+    *,
+    max_bytes: int,
+    key: str | None = None,
+    headers: Mapping[str, str | None] | None = None,
+    delay: float | timedelta | None = None,
+    at: datetime | None = None,
+    event_id: UUID | None = None,
+) -> Row:
     """Check and encode one event; raises :class:`~eventbus.errors.PublishError` with what to change."""
+    cause = current_event.get()
     return Row(
-        event_id=_event_id(event.event_id),
-        topic=validate_topic(event.topic),
-        key=None if event.key is None else validate_key(event.key),
-        payload=encode(event.payload, max_bytes=max_bytes),
-        headers=_headers(event.headers),
-        delay=_delay(event),
-        at=_at(event),
+        new_event_id() if event_id is None else _event_id(event_id),
+        validate_topic(topic),
+        None if key is None else validate_key(key),
+        encode(payload, max_bytes=max_bytes),
+        None if headers is None and cause is None else _headers(headers, cause),
+        None if delay is None and at is None else _due(delay, at),
     )
 
 
 def _event_id(given: object) -> UUID:
-    if given is None:
-        return new_event_id()
     if not isinstance(given, UUID):
         raise PublishError(f"event_id is a uuid.UUID, not {type(given).__name__}; leave it out to get a new one")
     return given
 
 
-def _headers(given: Mapping[str, str | None] | None) -> str | None:
+def _headers(given: Mapping[str, str | None] | None, cause: Event | None) -> str | None:
     """The headers as JSON. What a handler publishes also says which event caused it, unless the caller did."""
     headers = validate_headers(given)
-    cause = current_event.get()
     if cause is not None:
         named = given or {}
         if CORRELATION_ID not in named:
@@ -87,11 +100,10 @@ def _headers(given: Mapping[str, str | None] | None) -> str | None:
     return orjson.dumps(headers).decode() if headers else None
 
 
-def _delay(event: OutboxEvent) -> str | None:
-    delay = event.delay
+def _due(delay: float | timedelta | None, at: datetime | None) -> Due | None:
     if delay is None:
-        return None
-    if event.at is not None:
+        return Due(None, _moment(at))
+    if at is not None:
         raise PublishError("delay and at exclude each other; give one of them")
     microseconds = _microseconds(delay)
     if microseconds < 0:
@@ -100,7 +112,7 @@ def _delay(event: OutboxEvent) -> str | None:
         raise PublishError(f"delay is longer than {MAX_DELAY.days} days; plain numbers are seconds")
     if not microseconds:
         return None
-    return f"{microseconds // 1_000_000}.{microseconds % 1_000_000:06} seconds"
+    return Due(f"{microseconds // 1_000_000}.{microseconds % 1_000_000:06} seconds", None)
 
 
 def _microseconds(delay: object) -> int:
@@ -113,10 +125,7 @@ def _microseconds(delay: object) -> int:
     return round(delay * 1_000_000)
 
 
-def _at(event: OutboxEvent) -> str | None:
-    moment = event.at
-    if moment is None:
-        return None
+def _moment(moment: object) -> str:
     if not isinstance(moment, datetime):
         raise PublishError(f"at is a datetime, not {type(moment).__name__}; for a length of time use delay")
     if moment.utcoffset() is None:
