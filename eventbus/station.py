@@ -48,7 +48,11 @@ class Station:
             self._engine, Limits(settings.batch, settings.prefetch_bytes, settings.settle_interval)
         )
         self._relay = Relay(
-            self._relay_engine, batch=settings.relay_batch, notify=settings.notify, fed=self._consumer.wake
+            self._relay_engine,
+            batch=settings.relay_batch,
+            notify=settings.notify,
+            fed=self._consumer.wake,
+            random=random.random,
         )
         self._heart = Heartbeat(settings, calls, self._outage, self._watch())
         self._listening(False)
@@ -57,6 +61,7 @@ class Station:
         """The worker's parts; nothing is connected yet."""
         ears = Ears(
             published=self._relay.wake,
+            relayed=self._relay.heard,
             fed=self._consumer.wake,
             listening=self._listening,
             own_relay=lambda: None if self._settings.listen_dsn else self._links[0].backend_pid,

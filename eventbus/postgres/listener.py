@@ -26,11 +26,13 @@ class Ears:
     """Whom to tell. ``fed`` gets queue numbers, or ``None`` for any queue."""
 
     published: Callable[[], None]
+    relayed: Callable[[], None]
+    """The relay of another process has relayed something."""
     fed: Callable[[Sequence[int] | None], None]
     listening: Callable[[bool], None]
     """Whether notifications can be heard from now on."""
     own_relay: Callable[[], int | None]
-    """The server's process behind the relay of this process, which wakes the consumer directly."""
+    """The server's process behind the relay of this process, which wakes the consumer directly; None: not known."""
 
 
 class Listener:
@@ -72,15 +74,20 @@ class Listener:
         async for notification in connection.notifies():
             if notification.channel == self._relay_channel:
                 self._ears.published()
-            elif notification.pid == self._ears.own_relay():
-                continue
-            else:
-                self._ears.fed(_queue_numbers(notification.payload))
+            elif notification.pid != self._ears.own_relay():
+                self._hear_work(_queue_numbers(notification.payload))
+
+    def _hear_work(self, queue_ids: list[int] | None) -> None:
+        if queue_ids is None:
+            self._ears.published()  # a worker has left or died: it may have been the relay
+        elif self._ears.own_relay() is not None:
+            self._ears.relayed()
+        self._ears.fed(queue_ids)
 
 
 def _queue_numbers(payload: str) -> list[int] | None:
-    """The queues that a notification names; any, if it is not one of ours: every session may notify."""
+    """The queues that a tick has fed, if any; None for ``*`` and for what is not ours: every session may notify."""
     try:
-        return [int(number) for number in payload.split(",")]
+        return [int(number) for number in payload.split(",")] if payload else []
     except ValueError:
         return None

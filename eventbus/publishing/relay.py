@@ -25,14 +25,28 @@ _FIRST_LOOK = 0.002
 """Seconds to the first look after events that a publisher may be about to commit; doubled after each."""
 _LONGEST_LOOK = 1.0
 _BUSY_PAUSE = 0.05
+_DEFER_LEAST, _DEFER_MOST = 0.03, 0.3
+"""Seconds for which a sleeping relay leaves an event to the one that relayed last."""
 _PAUSED_POLL = 2.0
 _DUE_BATCH = 1_000
 
 
 class Relay:
-    """The relay of one process. ``fed`` is called with the queue numbers that got something."""
+    """The relay of one process. ``fed`` is called with the queue numbers that got something.
 
-    def __init__(self, engine: RelayEngine, *, batch: int, notify: bool, fed: Callable[[Sequence[int]], None]) -> None:
+    Every publisher's notification reaches every relay. The one that relayed last acts on it; the others wait for a
+    random moment first, and sleep on when they hear that somebody has relayed. ``random`` returns numbers from 0 to 1.
+    """
+
+    def __init__(
+        self,
+        engine: RelayEngine,
+        *,
+        batch: int,
+        notify: bool,
+        fed: Callable[[Sequence[int]], None],
+        random: Callable[[], float],
+    ) -> None:
         self.poll_interval = 0.5
         self.idle_ticks = 0
         """How many ticks found nothing; grows while the relay works and nothing is left to do."""
@@ -41,7 +55,12 @@ class Relay:
         self._batch = self._most = batch
         self._notify = notify
         self._fed = fed
+        self._random = random
         self._awake = asyncio.Event()
+        self._heard = asyncio.Event()
+        self._leading = True
+        """No other relay was heard since we relayed or began."""
+        self._sleeping = False
         self._stopping = False
         self._look = _FIRST_LOOK
         self._asleep = False
@@ -53,9 +72,15 @@ class Relay:
         self._asleep = False
         self._awake.set()
 
+    def heard(self) -> None:
+        """Another relay has relayed something."""
+        self._leading = False
+        self._heard.set()
+
     def stop(self) -> None:
         """End ``run`` after the step that is under way."""
         self._stopping = True
+        self._sleeping = False
         self._awake.set()
 
     async def run(self) -> None:
@@ -64,6 +89,7 @@ class Relay:
             started = time.monotonic()
             try:
                 self._awake.clear()
+                self._sleeping = False
                 pause = await self._step()
             except StatementCancelled:
                 self._batch = max(1, self._batch // 2)
@@ -103,6 +129,7 @@ class Relay:
         self._asleep = False
         self._said_paused = False
         self._batch = min(self._most, self._batch + max(1, self._batch // 4))
+        self._leading = True
         self.delivered += tick.deliveries
         if tick.fed:
             self._fed(tick.fed)
@@ -116,6 +143,7 @@ class Relay:
         longest = self.poll_interval if tick.due_in is None else min(self.poll_interval, tick.due_in)
         if self._asleep:  # and the tick after falling asleep found nothing either
             self._asleep = False
+            self._sleeping = True
             return longest
         look, self._look = self._look, min(_LONGEST_LOOK, self._look * 2)
         if not self._notify or look == _FIRST_LOOK:
@@ -139,8 +167,21 @@ class Relay:
         if seconds <= 0 or self._stopping:
             await asyncio.sleep(0)
             return
-        try:
-            async with asyncio.timeout(seconds):
-                await self._awake.wait()
-        except TimeoutError:
-            pass
+        until = time.monotonic() + seconds
+        while await _set(self._awake, until - time.monotonic()):
+            if self._leading or not self._sleeping:
+                return
+            self._awake.clear()
+            self._heard.clear()
+            if not await _set(self._heard, _DEFER_LEAST + (_DEFER_MOST - _DEFER_LEAST) * self._random()):
+                return
+
+
+async def _set(event: asyncio.Event, seconds: float) -> bool:
+    """Wait until the event is set, that long at most; whether it is."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

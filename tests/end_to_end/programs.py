@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -59,6 +60,8 @@ def subscribe(bus: EventBus, queue: Json, journal: Journal) -> None:
         await _act(event.payload, event, journal)
         if follow_ups := event.payload.get("publish"):
             await _publish(bus, follow_ups)
+        if "needs_its_row" in event.payload:
+            await _find_row(bus, event)
         journal.write("end", event)
 
     def handle_in_thread(event: Event) -> None:
@@ -98,7 +101,32 @@ def relay(settings: Json) -> None:
     assert chosen.dsn is not None
     link = Link(chosen.dsn, "relay", Outage())
     engine = PostgresRelay(link, Statements("engine", chosen.schema_name), resume_after_restore=False)
-    asyncio.run(Relay(engine, batch=chosen.relay_batch, notify=True, fed=lambda _: None).run())
+    one = Relay(engine, batch=chosen.relay_batch, notify=True, fed=lambda _: None, random=random.random)
+    asyncio.run(one.run())
+
+
+def fork(journal: str, queue: Json, settings: Json, children: int) -> int:
+    """Publish, fork, and publish and consume until idle in the parent and in every child at the same time."""
+    bus = EventBus(_settings(settings))
+    subscribe(bus, queue, Journal(journal))
+    _publish_here(bus)
+    pids = []
+    for _ in range(children):
+        pid = os.fork()
+        if pid == 0:
+            _publish_here(bus)
+            os._exit(bus.consume(until_idle=True))
+        pids.append(pid)
+    _publish_here(bus)
+    mine = bus.consume(until_idle=True)
+    return mine or max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
+
+
+def _publish_here(bus: EventBus) -> None:
+    assert bus.settings.dsn is not None
+    with psycopg.connect(bus.settings.dsn) as connection:
+        event_id = bus.outbox.publish_event("a", {}, conn=connection)
+        connection.execute("INSERT INTO business (event_id, topic) VALUES (%s, 'a')", (event_id,))
 
 
 def _settings(given: Json) -> Settings:
@@ -112,7 +140,7 @@ async def _act(wish: Json, event: Event, journal: Journal) -> None:
     if "sleep" in wish:
         await asyncio.sleep(wish["sleep"])
     if "gate" in wish:
-        await _until(lambda: (journal.folder / wish["gate"]).exists(), stubborn=wish.get("stubborn", False))
+        await _until((journal.folder / wish["gate"]).exists, stubborn=wish.get("stubborn", False))
     _fail(event, wish.get("fail_at_end", 0))
 
 
@@ -123,6 +151,13 @@ async def _publish(bus: EventBus, count: int) -> None:
         for _ in range(count):
             event_id = await bus.outbox.apublish_event("follow-up", {}, conn=connection)
             await connection.execute("INSERT INTO business (event_id, topic) VALUES (%s, 'follow-up')", (event_id,))
+
+
+async def _find_row(bus: EventBus, event: Event) -> None:
+    assert bus.settings.dsn is not None
+    async with await psycopg.AsyncConnection.connect(bus.settings.dsn) as connection:
+        found = await connection.execute("SELECT FROM business WHERE event_id = %s", (event.event_id,))
+        assert found.rowcount == 1, "the row of the publisher's transaction is not there"
 
 
 async def _until(condition: Callable[[], bool], *, stubborn: bool) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import time
 import uuid
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 
@@ -92,3 +96,213 @@ def test_until_idle_ends_at_once_when_there_is_nothing(scene: Scene) -> None:
     began = time.monotonic()
     assert scene.consume(QUEUE, until_idle=True).wait() == 0
     assert time.monotonic() - began < 2
+
+
+def test_txn_01_a_handler_starts_only_after_the_outer_commit_and_finds_the_rows(scene: Scene) -> None:
+    scene.prepare(QUEUE)
+    scene.consume(QUEUE)
+    scene.publish("a", {})
+    scene.wait_for("all", "end", 1)
+    with psycopg.connect(scene.dsn) as publisher:
+        [plain] = scene.publish_on(publisher, "a", {"needs_its_row": True})
+        with publisher.transaction():
+            [saved] = scene.publish_on(publisher, "a", {"needs_its_row": True})
+        scene.publish("a", {})
+        scene.wait_for("all", "end", 2)
+        began = time.monotonic()
+        wait_until(lambda: time.monotonic() - began > 0.5)
+        assert not {plain, saved} & set(scene.check.runs("all")), "it was handled before the commit"
+        publisher.commit()
+    scene.check.wait_until_quiet("all")
+    scene.check.verify("all")
+    assert {plain, saved} <= set(scene.check.successes("all"))
+    assert set(scene.check.runs("all").values()) == {1}, "the first attempt did not find its row"
+
+
+def test_txn_01_a_rolled_back_transaction_delivers_nothing(scene: Scene) -> None:
+    scene.prepare(QUEUE)
+    scene.consume(QUEUE)
+    with psycopg.connect(scene.dsn) as publisher:
+        scene.publish_on(publisher, "a", {})
+        with publisher.transaction():
+            scene.publish_on(publisher, "a", {})
+        publisher.rollback()
+    scene.publish("b", {})
+    scene.check.wait_until_quiet("all")
+    scene.check.verify("all")
+    assert [entry.topic for entry in scene.check.entries("all", "end")] == ["b"]
+
+
+def test_txn_02_what_was_published_in_a_rolled_back_savepoint_is_never_delivered(scene: Scene) -> None:
+    scene.prepare(QUEUE)
+    scene.consume(QUEUE)
+    with psycopg.connect(scene.dsn) as publisher:
+        scene.publish_on(publisher, "outer", {})
+        with publisher.transaction(force_rollback=True):
+            scene.publish_on(publisher, "undone", {})
+        with publisher.transaction(force_rollback=True), publisher.transaction():
+            scene.publish_on(publisher, "released-inside-undone", {})
+    scene.publish("last", {})
+    scene.check.wait_until_quiet("all")
+    scene.check.verify("all")
+    assert [entry.topic for entry in scene.check.entries("all", "end")] == ["outer", "last"]
+
+
+async def test_txn_04_every_committed_event_of_concurrent_publishers_is_handled_once_per_queue(scene: Scene) -> None:
+    scene.prepare(QUEUE, OTHER)
+    consumers = [scene.consume(QUEUE, OTHER) for _ in range(2)] + [scene.consume(QUEUE), scene.consume(OTHER)]
+    until = time.monotonic() + 4
+    await asyncio.gather(*(publish_at_random(scene, random.Random(seed), until) for seed in range(20)))
+    for queue in ("all", "other"):
+        await asyncio.to_thread(scene.check.wait_until_quiet, queue)
+        scene.check.verify(queue)
+    assert len(scene.check.committed()) > 100
+    assert [consumer.terminate() for consumer in consumers] == [0] * 4
+
+
+async def publish_at_random(scene: Scene, chance: random.Random, until: float) -> None:
+    """Publish 1 to 5 events, think for up to half a second in the transaction, then commit nine times out of ten."""
+    async with await psycopg.AsyncConnection.connect(scene.dsn) as connection:
+        while time.monotonic() < until:
+            for _ in range(chance.randint(1, 5)):
+                event_id = await scene.bus.outbox.apublish_event("a.b", {}, conn=connection)
+                await connection.execute("INSERT INTO business VALUES (%s, 'a.b')", (event_id,))
+                await asyncio.sleep(chance.uniform(0, 0.1))
+            if chance.random() < 0.1:
+                await connection.rollback()
+            else:
+                await connection.commit()
+
+
+def test_ntf_01_publishing_does_not_depend_on_the_size_of_events_or_on_how_many_there_are(scene: Scene) -> None:
+    scene.prepare(QUEUE)
+    scene.consume(QUEUE)
+    sizes = [7_900, 8_000, 8_191, 100_000]
+    scene.publish("a", *[{"text": "x" * size} for size in sizes], {"text": "é" * 4_000})
+    scene.publish("a", *[{}] * 500)
+    for number in range(60):
+        scene.publish(f"topic-with-a-name-of-its-own.{number}", {})
+    scene.check.wait_until_quiet("all")
+    scene.check.verify("all")
+
+
+def test_ntf_03_the_notification_queue_drains_and_the_listener_is_never_in_a_transaction(scene: Scene) -> None:
+    scene.prepare(QUEUE)
+    consumer = scene.consume(QUEUE, concurrency=4)
+    scene.wait_until_consuming(consumer)
+    with psycopg.connect(scene.dsn, autocommit=True) as publisher, psycopg.connect(scene.dsn, autocommit=True) as watch:
+        publisher.execute("SET synchronous_commit = off")
+        publisher.execute(
+            "CREATE PROCEDURE burst(count integer) LANGUAGE plpgsql AS $$ BEGIN FOR n IN 1..count LOOP"
+            " INSERT INTO business SELECT eventbus.publish('a', '{}'), 'a';"
+            " PERFORM pg_notify('eventbus.relay', ''); COMMIT; END LOOP; END $$"
+        )
+        with ThreadPoolExecutor(1) as pool:
+            burst = pool.submit(publisher.execute, "CALL burst(5000)")
+            seen = set()
+            while not burst.done():
+                seen.update(
+                    watch.execute(
+                        "SELECT state FROM pg_stat_activity WHERE datname = current_database()"
+                        " AND application_name = 'eventbus listener'"
+                    ).fetchall()
+                )
+            burst.result()
+    assert seen <= {("idle",), ("active",)}
+    scene.check.wait_until_quiet("all", timeout=30)
+    scene.check.verify("all")
+    wait_until(lambda: scene.query("SELECT pg_notification_queue_usage()") == [(0.0,)])
+
+
+def test_ntf_08_no_event_waits_for_a_poll_while_claims_heartbeats_and_retries_run(scene: Scene) -> None:
+    scene.prepare(QUEUE, OTHER)
+    consumer = scene.consume(QUEUE, OTHER, poll_interval=600)
+    scene.wait_until_consuming(consumer)
+    for number in range(1, 16):
+        for _ in range(10):
+            scene.publish("a", {"fail": number % 2})
+        scene.wait_for("all", "end", number * 10, timeout=5)
+        scene.wait_for("other", "end", number * 10, timeout=5)
+    for queue in ("all", "other"):
+        scene.check.wait_until_quiet(queue, timeout=5)
+        scene.check.verify(queue)
+
+
+def test_dup_10_retries_that_are_due_at_once_are_tried_once_each_by_consumers_that_start_together(scene: Scene) -> None:
+    queue = QUEUE | {"retry": {"first": 1.0, "factor": 1.0, "jitter": False, "max_attempts": 2}}
+    scene.prepare(queue)
+    scene.publish("a", *[{"fail": 1}] * 500)
+    first = scene.consume(queue)
+    wait_until(lambda: scene.check.standing("all").retrying == 500)
+    first.kill()
+    relays = [scene.start("relay", settings=scene.settings()) for _ in range(2)]
+    consumers = [scene.consume(queue) for _ in range(5)]
+    scene.check.wait_until_quiet("all")
+    scene.check.verify("all")
+    assert set(scene.check.runs("all").values()) == {2}
+    assert Counter(entry.attempt for entry in scene.check.entries("all", "start")) == {1: 500, 2: 500}
+    assert all(process.exit_code() is None for process in relays + consumers)
+
+
+def test_prc_05_a_bus_made_before_a_fork_publishes_and_consumes_in_parent_and_children(scene: Scene) -> None:
+    scene.prepare(QUEUE)
+    parent = scene.start("fork", journal=str(scene.journal), queue=QUEUE, settings=scene.settings(), children=6)
+    assert parent.wait(30) == 0, parent.log
+    assert len(scene.check.committed()) == 2 + 6
+    scene.check.verify("all")
+    assert "Traceback" not in parent.log
+
+
+def test_scl_01_idle_consumers_of_other_queues_and_other_relays_do_not_ask_for_every_event(scene: Scene) -> None:
+    queues = [{"name": name, "pattern": f"{name}.#"} for name in ("a", "b", "c")]
+    scene.prepare(*queues)
+    consumers = [scene.consume(queue, lease=60, poll_interval=600) for queue in queues for _ in range(3)]
+    scene.wait_until_consuming(*consumers)
+    with psycopg.connect(scene.dsn, autocommit=True) as admin:
+        for queue in "abc":
+            scene.publish(queue, {})
+            scene.check.wait_until_quiet(queue, [queue])
+        count_calls(admin)
+        wait_until(lambda: is_still(admin), timeout=20)
+        before = calls(admin)
+        for number in range(1, 31):
+            scene.publish("a", {})
+            scene.wait_for("a", "end", number + 1)
+        wait_until(lambda: is_still(admin), timeout=20)
+        ticks, claims = (after - earlier for after, earlier in zip(calls(admin), before, strict=True))
+    assert 30 <= claims <= 30 * 3 + 15, "claims do not grow with the consumers of the queue alone"
+    assert 30 <= ticks <= 30 * 12, "every relay looks at every event"
+    scene.check.verify("a", ["a"])
+
+
+TICK_COLUMNS = """state text, more boolean, events integer, deliveries integer, fed integer[], unknown text[],
+due_in double precision"""
+CLAIM_COLUMNS = """claim_id bigint, queue_id integer, lane integer, seq bigint, size integer, event_id text, topic text,
+key text, payload text, headers text, published_at timestamptz"""
+
+
+def count_calls(admin: psycopg.Connection) -> None:
+    """Count ticks and claims in sequences, which are exact at once and need no transaction id."""
+    for name, arguments, columns, call in (
+        ("tick", "integer, timestamptz", TICK_COLUMNS, "$1, $2"),
+        ("claim", "uuid, uuid, integer[], integer[], bigint", CLAIM_COLUMNS, "$1, $2, $3, $4, $5"),
+    ):
+        admin.execute(
+            f"CREATE UNLOGGED SEQUENCE public.{name}s; ALTER FUNCTION eventbus.{name} RENAME TO real_{name};"
+            f" CREATE FUNCTION eventbus.{name}({arguments}) RETURNS TABLE ({columns}) LANGUAGE plpgsql AS $$ BEGIN"
+            f" PERFORM nextval('public.{name}s'); RETURN QUERY SELECT * FROM eventbus.real_{name}({call}); END $$;"
+        )
+
+
+def calls(admin: psycopg.Connection) -> tuple[int, int]:
+    """How many ticks and claims there were."""
+    row = admin.execute("SELECT t.last_value, c.last_value FROM public.ticks t, public.claims c").fetchone()
+    assert row is not None
+    return row[0], row[1]
+
+
+def is_still(admin: psycopg.Connection) -> bool:
+    """Whether nobody ticks or claims for a second."""
+    before, began = calls(admin), time.monotonic()
+    wait_until(lambda: calls(admin) != before or time.monotonic() - began > 1)
+    return calls(admin) == before

@@ -188,7 +188,7 @@ BEGIN
         VALUES (t.id + 1, t.snapshot, t.next_xid, t.ids_upto, v_window, v_next, v_upto, v_taken_upto,
                 t.system_identifier, t.database_oid, events, deliveries, fed);
     END IF;
-    IF cardinality(fed) > 0 THEN
+    IF events > 0 THEN  -- also when nobody was fed: the other relays need not look
         PERFORM pg_notify('{name}.work', CASE
             WHEN octet_length(array_to_string(fed, ',')) <= 1000 THEN array_to_string(fed, ',') ELSE '*' END);
     END IF;
