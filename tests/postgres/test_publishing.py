@@ -306,6 +306,7 @@ def test_delayed_and_immediate_events_of_one_call_go_their_own_ways(
 # Refused before any SQL
 
 
+@pytest.mark.parametrize("major", [18], indirect=True)
 @pytest.mark.parametrize(
     ("error", "options"),
     [
