@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -137,11 +138,32 @@ async def _act(wish: Json, event: Event, journal: Journal) -> None:
     _fail_or_die(wish, event)
     if "block" in wish:
         time.sleep(wish["block"])  # noqa: ASYNC251 - a handler that does what it should not
+    if "exit_in" in wish:
+        await _exit_in(wish["exit_in"])
     if "sleep" in wish:
         await asyncio.sleep(wish["sleep"])
     if "gate" in wish:
         await _until((journal.folder / wish["gate"]).exists, stubborn=wish.get("stubborn", False))
     _fail(event, wish.get("fail_at_end", 0))
+
+
+async def _exit_in(place: str) -> None:
+    """Raise SystemExit where it is not the handler itself that raises it."""
+    match place:
+        case "group":
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_exit())
+        case "task":
+            await asyncio.wait({asyncio.create_task(_exit())})
+        case "callback":
+            asyncio.get_running_loop().call_soon(sys.exit, 3)
+            await asyncio.sleep(0.01)
+        case _:
+            raise AssertionError(place)
+
+
+async def _exit() -> None:
+    sys.exit(3)
 
 
 async def _publish(bus: EventBus, count: int) -> None:
