@@ -9,9 +9,10 @@ import random
 from collections.abc import Callable, Sequence
 from uuid import UUID
 
-from eventbus.consuming.consumer import Consumer, Limits, QueueState
+from eventbus.consuming.consumer import Consumer, Limits
 from eventbus.consuming.execution import Execution
 from eventbus.consuming.pace import Pace
+from eventbus.consuming.queues import QueueState
 from eventbus.consuming.runners import Finish, Runner, TaskRunner, ThreadRunner
 from eventbus.consuming.subscriptions import Subscription
 from eventbus.errors import ConfigurationError, Unavailable
@@ -128,7 +129,8 @@ class Station:
 
     def _listening(self, heard: bool) -> None:  # noqa: FBT001 - a callback with one parameter
         interval = self._settings.poll_interval if heard else self._settings.poll_interval_without_listen
-        self._relay.poll_interval = self._consumer.poll_interval = interval
+        self._relay.poll_interval = interval
+        self._consumer.poll_every(interval)
 
     def _watch(self) -> Watch:
         def on_loop(action: Callable[[], None]) -> None:

@@ -7,8 +7,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import psycopg
 from psycopg import errors
@@ -19,7 +19,7 @@ from eventbus.transport import LeaseLost, StatementCancelled
 
 log = logging.getLogger("eventbus")
 
-_DEFAULTS = {
+_DEFAULTS: Final[Mapping[str, int]] = {
     "connect_timeout": 10,
     "keepalives_idle": 15,
     "keepalives_interval": 5,

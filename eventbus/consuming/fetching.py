@@ -1,0 +1,223 @@
+"""Claims deliveries for every queue that has room, and gives them to the runners.
+
+Before it: the relay has numbered deliveries into queues. After it: the handlers run. A claim whose reply is lost
+is found again by comparing what the database says we hold with what we know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Iterable, Mapping
+from typing import Literal, TypeVar
+
+from eventbus.consuming.holdings import Holdings
+from eventbus.consuming.queues import NEVER, QueueState
+from eventbus.errors import BusPaused, Unavailable
+from eventbus.transport import RELEASED, ConsumerEngine, Delivery, LeaseLost
+
+log = logging.getLogger("eventbus")
+
+_BUSY_PAUSE = 0.003
+"""Seconds after which a queue is tried again that another worker was claiming from."""
+_ALONE_PAUSE = 0.2
+"""Seconds after which to look again for one that must run alone and that another worker has."""
+_PAUSED_POLL = 2.0
+
+Answer = TypeVar("Answer")
+
+
+class Fetcher:
+    """The claiming loop. ``poll_interval`` is read anew for each wait: it depends on LISTEN."""
+
+    def __init__(
+        self,
+        engine: ConsumerEngine,
+        queues: Mapping[int, QueueState],
+        holdings: Holdings,
+        *,
+        batch: int,
+        prefetch_bytes: int,
+    ) -> None:
+        self.poll_interval = 0.5
+        self._engine = engine
+        self._queues = queues
+        self._holdings = holdings
+        self._batch = batch
+        self._prefetch_bytes = prefetch_bytes
+        self._orphaned = False
+        self._doubt: Literal["none", "routine", "strong"] = "none"
+        self._polled_at = 0.0
+
+    def wake(self, queue_ids: Iterable[int] | None = None) -> None:
+        """Something was fed into these queues (``None``: any). Safe to call for queues that are not ours."""
+        if queue_ids is None:
+            for queue in self._queues.values():
+                queue.announce()
+            self._holdings.news.set()
+            return
+        for queue_id in queue_ids:
+            if queue_id in self._queues:
+                self._queues[queue_id].dry = False
+                self._holdings.news.set()
+
+    def orphan(self) -> None:
+        """Other workers took this one over: forget everything and register anew. What still runs has no effect."""
+        log.error(
+            "this worker lost its lease; its events went to other workers",
+            extra={"leases": len(self._holdings.leases)},
+        )
+        for queue in self._queues.values():
+            queue.forget()
+        self._orphaned = True
+        self._holdings.drop()
+
+    def doubt(self) -> None:
+        """Compare what we hold with the database at the next look, as a routine."""
+        if self._doubt == "none":
+            self._doubt = "routine"
+
+    async def run(self) -> None:
+        """Claim until the holdings close."""
+        while not self._holdings.closing:
+            try:
+                if self._orphaned:
+                    await self._engine.register()
+                    self._orphaned = False
+                pause = await self._look()
+            except LeaseLost:
+                self.orphan()
+                continue
+            except BusPaused:
+                pause = _PAUSED_POLL
+            except Unavailable:
+                self._doubt = "strong"
+                await self._engine.recover()
+                continue
+            if pause > 0:
+                await self._wait(pause)
+
+    async def _look(self) -> float:
+        """One look at everything that may have work; returns the seconds to wait for news."""
+        if self._doubt != "none":
+            await self._reconcile()
+        now = time.monotonic()
+        if now - self._polled_at >= self.poll_interval:
+            self._polled_at = now
+            self.wake()
+        self._holdings.news.clear()
+        if any(queue.crashed_at <= now for queue in self._queues.values()):
+            return await self._fetch_alone()
+        rooms = {
+            queue_id: min(room, self._batch)
+            for queue_id, queue in self._queues.items()
+            if (room := queue.room(now)) > 0
+        }
+        if self._budget() <= 0:
+            return self.poll_interval
+        due = {queue_id: room for queue_id, room in rooms.items() if self._queues[queue_id].due_at <= now}
+        if due:
+            await self._fetch_due(due)
+        fresh = {queue_id: room for queue_id, room in rooms.items() if not self._queues[queue_id].dry}
+        if fresh and self._budget() > 0 and not self._holdings.closing:
+            await self._fetch_fresh(fresh)
+        return self._until_next(time.monotonic())
+
+    async def _reconcile(self) -> None:
+        released = await self._engine.release_unknown(self._holdings.leases, thorough=self._doubt == "strong")
+        self._doubt = "none"
+        if released:
+            log.warning("gave back %d deliveries of a claim whose reply was lost", released)
+            self.wake()
+
+    def _budget(self) -> int:
+        """How many more bytes of payload may be held."""
+        return self._prefetch_bytes - self._holdings.bytes
+
+    async def _fetch_fresh(self, rooms: Mapping[int, int]) -> None:
+        for queue_id in rooms:
+            self._queues[queue_id].dry = True  # news that arrive while we ask undo it
+        try:
+            claimed = await self._ask(self._engine.claim(rooms, self._budget()))
+        except BaseException:
+            for queue_id in rooms:
+                self._queues[queue_id].dry = False
+            raise
+        for queue_id in claimed.more:
+            self._queues[queue_id].dry = False
+        for queue_id, deliveries in claimed.deliveries.items():
+            self._take(queue_id, deliveries)
+        if claimed.busy and not claimed.deliveries:
+            await asyncio.sleep(_BUSY_PAUSE)
+
+    async def _fetch_due(self, rooms: Mapping[int, int], *, alone: bool = False) -> int:
+        for queue_id in rooms:
+            self._queues[queue_id].due_at = NEVER  # what is announced while we ask makes it earlier
+        budget = self._prefetch_bytes if alone else self._budget()
+        try:
+            claimed = await self._ask(self._engine.claim_due(rooms, budget, alone=alone))
+        except BaseException:
+            for queue_id in rooms:
+                self._queues[queue_id].due_at = 0.0
+            raise
+        now = time.monotonic()
+        for queue_id, due in claimed.next.items():
+            self._queues[queue_id].expect(due, now)
+        for queue_id, deliveries in claimed.deliveries.items():
+            if alone:  # there may be more of them
+                self._queues[queue_id].due_at = 0.0
+            self._take(queue_id, deliveries)
+        return sum(map(len, claimed.deliveries.values()))
+
+    async def _ask(self, claim: Awaitable[Answer]) -> Answer:
+        self._holdings.asking = True
+        try:
+            return await claim
+        finally:
+            self._holdings.asking = False
+            if self._holdings.closing:
+                self._holdings.settleable.set()
+
+    async def _fetch_alone(self) -> float:
+        """Run one delivery that was running when a worker died, with nothing else in this process."""
+        holdings = self._holdings
+        if holdings.leases:
+            return 0.05  # what runs now finishes first; each finished lease is news
+        now = time.monotonic()
+        rooms = {queue_id: 1 for queue_id, queue in self._queues.items() if queue.crashed_at <= now}
+        if not await self._fetch_due(rooms, alone=True):
+            for queue_id in rooms:
+                queue = self._queues[queue_id]
+                if queue.crashed_at <= time.monotonic():  # another worker is at it
+                    queue.crashed_at = time.monotonic() + _ALONE_PAUSE
+            return 0.0
+        while holdings.leases and not holdings.closing:
+            holdings.settled.clear()
+            await holdings.settled.wait()
+        return 0.0
+
+    def _take(self, queue_id: int, deliveries: Iterable[Delivery]) -> None:
+        self._holdings.take(deliveries)
+        if not self._holdings.closing:
+            self._queues[queue_id].runner.offer(deliveries)
+            return
+        for delivery in deliveries:
+            self._holdings.finish(delivery, RELEASED)
+
+    def _until_next(self, now: float) -> float:
+        """Seconds until there is something to do without news; 0 when it is already there."""
+        earliest = self._polled_at + self.poll_interval
+        for queue in self._queues.values():
+            if queue.room(now) > 0:
+                earliest = min(earliest, queue.due_at, queue.crashed_at)
+                if not queue.dry and self._budget() > 0:
+                    return 0.0
+        return max(0.0, earliest - now)
+
+    async def _wait(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._holdings.news.wait()
+        except TimeoutError:
+            pass

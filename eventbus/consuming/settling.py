@@ -1,0 +1,87 @@
+"""Tells the engine what became of deliveries: whole leases as they finish, single deliveries of those that last."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+
+from eventbus.consuming.holdings import Holdings
+from eventbus.consuming.queues import QueueState
+from eventbus.errors import Unavailable
+from eventbus.transport import ConsumerEngine, Lease
+
+log = logging.getLogger("eventbus")
+
+_PROGRESS_AFTER = 1.0
+"""Seconds after which a claim that is still open has its finished deliveries recorded."""
+
+
+class Settler:
+    """The settling loop. ``interval`` in seconds: how long finished leases wait for others to settle with."""
+
+    def __init__(
+        self, engine: ConsumerEngine, queues: Mapping[int, QueueState], holdings: Holdings, interval: float
+    ) -> None:
+        self._engine = engine
+        self._queues = queues
+        self._holdings = holdings
+        self._interval = interval
+
+    async def run(self) -> None:
+        """Settle until the holdings close and nothing is left or under way."""
+        holdings = self._holdings
+        while not holdings.closing or holdings.leases or holdings.asking:
+            await self._wait()
+            try:
+                await self._settle_finished()
+                await self._record_progress()
+            except Unavailable:
+                holdings.settleable.set()
+                await self._engine.recover_settling()
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout(_PROGRESS_AFTER):
+                await self._holdings.settleable.wait()
+        except TimeoutError:
+            return
+        if not self._holdings.closing:
+            await asyncio.sleep(self._interval)
+
+    async def _settle_finished(self) -> None:
+        holdings = self._holdings
+        holdings.settleable.clear()
+        while holdings.finished:
+            leases = list(holdings.finished)
+            for lease in await self._engine.settle(leases):
+                _warn_of_lost(lease)
+            settled = set(leases)
+            holdings.finished = [lease for lease in holdings.finished if lease not in settled]
+            now = time.monotonic()
+            for lease in leases:
+                holdings.forget(lease)
+                self._queues[lease.queue_id].expect_retries(lease.verdicts, now)
+            holdings.news.set()
+            holdings.settled.set()
+
+    async def _record_progress(self) -> None:
+        now = time.monotonic()
+        for lease in list(self._holdings.leases):
+            told_all = not lease.unfinished or not (lease.done or lease.verdicts)
+            if told_all or not (self._holdings.closing or now - lease.opened_at > _PROGRESS_AFTER):
+                continue
+            verdicts = lease.verdicts
+            if await self._engine.record_progress(lease):
+                self._queues[lease.queue_id].expect_retries(verdicts, time.monotonic())
+                self._holdings.news.set()
+            else:
+                _warn_of_lost(lease)
+                lease.dropped = True
+                self._holdings.forget(lease)
+
+
+def _warn_of_lost(lease: Lease) -> None:
+    if not lease.dropped:
+        log.warning("lost a lease while its events ran; they run again elsewhere", extra={"lease": repr(lease)})
