@@ -1,1 +1,27 @@
-"""."""
+"""The command ``eventbus``: each module of this package registers one group of commands.
+
+A command imports what it needs when it runs, so that ``--help`` is fast and nobody's handlers are imported by a
+command that does not run them. Exit codes: 0 fine, 1 what was asked about is not fine, 2 usage, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Final
+
+GROUPS: Final = ("migrating", "publishing", "consuming", "queues", "dead_letters", "looking")
+"""The modules whose ``register(app)`` adds their commands, in the order in which ``--help`` shows them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. ``arguments`` without the program's name; ``sys.argv`` if not given."""
+    import sys
+
+    from eventbus.cli.failures import run
+    from eventbus.cli.options import new_app
+
+    app = new_app()
+    for group in GROUPS:
+        import_module(f"eventbus.cli.{group}").register(app)
+    return run(app, list(sys.argv[1:] if arguments is None else arguments))
