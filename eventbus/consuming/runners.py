@@ -72,11 +72,18 @@ class TaskRunner:
 
     def offer(self, deliveries: Iterable[Delivery]) -> None:
         self._waiting.extend(deliveries)
+        self._fill()
+
+    def _fill(self) -> None:
         loop = asyncio.get_running_loop()
         for _ in range(min(self._slots - len(self._tasks), len(self._waiting))):
             task = loop.create_task(self._slot(), context=contextvars.Context())
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._fill()  # a handler may have cancelled its slot after it had returned
 
     def withdraw(self) -> list[Delivery]:
         taken = list(self._waiting)
