@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
@@ -14,7 +14,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg.rows import dict_row
 from psycopg.types.json import JsonbDumper
 from psycopg.types.string import StrBinaryDumper, StrDumper, TextLoader
 
@@ -544,10 +543,17 @@ class Reversed(TextLoader):
         return str(super().load(data))[::-1]
 
 
+def only_with_columns(cursor: psycopg.Cursor) -> Callable[[Sequence[Any]], dict[str, Any]]:
+    """Rows as dicts, by a factory that was never tried on an INSERT."""
+    assert cursor.description is not None
+    names = [column.name for column in cursor.description]
+    return lambda values: dict(zip(names, values, strict=True))
+
+
 def test_the_programs_own_adapters_and_row_factory_neither_matter_nor_change(
     tx: psycopg.Connection, dsn: str, outbox: Outbox
 ) -> None:
-    tx.row_factory = dict_row  # type: ignore[assignment]
+    tx.row_factory = only_with_columns  # type: ignore[assignment]
     tx.cursor_factory = psycopg.ClientCursor
     tx.adapters.register_dumper(dict, JsonbDumper)
     tx.adapters.register_dumper(list, JsonbDumper)
@@ -563,6 +569,16 @@ def test_the_programs_own_adapters_and_row_factory_neither_matter_nor_change(
     tx.commit()
     expected = ("orders.created", "k", '{"id":["x"]}', '{"h":"v"}')
     assert stored(dsn, "topic, key, payload::text, headers::text") == [expected, expected]
+
+
+async def test_the_programs_own_adapters_do_not_matter_on_an_async_connection(dsn: str, outbox: Outbox) -> None:
+    async with async_connection(dsn) as connection:
+        connection.adapters.register_dumper(str, Shouting)
+        connection.row_factory = only_with_columns  # type: ignore[assignment]
+        await outbox.apublish_event("orders.created", {"id": ["x"]}, key="k", headers={"h": "v"}, conn=connection)
+        await outbox.apublish_events([("orders.created", {"id": ["x"]})], conn=connection)
+    row = ("orders.created", '{"id":["x"]}')
+    assert stored(dsn, "topic, payload::text") == [row, row]
 
 
 def test_search_path_never_matters(tx: psycopg.Connection, dsn: str, outbox: Outbox) -> None:
