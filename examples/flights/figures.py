@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import pandas as pd  # type: ignore[import-untyped]
 import psycopg
 
 Figures = Mapping[tuple[Any, ...], tuple[int, ...]]
 """What is counted for whom: ``('UA',)`` or ``('JFK', 'departed')`` and its numbers."""
+
+
+SHOWN: Final = 3
+"""Differences of one table that are spelled out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +27,27 @@ class Comparison:
     found: Figures
 
     @property
+    def figures(self) -> int:
+        """How many numbers are compared."""
+        return sum(len(numbers) for numbers in self.expected.values())
+
+    @property
     def differences(self) -> list[tuple[Any, ...]]:
         """The keys whose numbers are not the same, or that only one side has."""
         return sorted(key for key in {*self.expected, *self.found} if self.expected.get(key) != self.found.get(key))
+
+    @property
+    def verdict(self) -> str:
+        """``equal``, or ``DIFFERENT`` and the first differences."""
+        different = self.differences
+        if not different:
+            return "equal"
+        shown = [
+            f"{' '.join(key)} has {_numbers(self.found.get(key))} instead of {_numbers(self.expected.get(key))}"
+            for key in different[:SHOWN]
+        ]
+        more = [f"{len(different) - SHOWN} more"] if len(different) > SHOWN else []
+        return f"DIFFERENT: {'; '.join([*shown, *more])}"
 
 
 def compare(conn: psycopg.Connection, frame: pd.DataFrame) -> list[Comparison]:
@@ -42,6 +64,10 @@ _PUBLISHED = "SELECT origin, count(*), count(departure_delay) FROM flights GROUP
 _CARRIER_DELAYS = "SELECT carrier, flights, minutes, late, worst FROM carrier_delays"
 _AIRPORT_BOARD = "SELECT airport, status, flights, minutes FROM airport_board"
 _AUDIT_COUNT = "SELECT topic, events FROM audit_count"
+
+
+def _numbers(numbers: tuple[int, ...] | None) -> str:
+    return "nothing" if numbers is None else " ".join(f"{number:,}" for number in numbers)
 
 
 def _read(conn: psycopg.Connection, query: str) -> Figures:
