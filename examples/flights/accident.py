@@ -41,8 +41,8 @@ class Accident:
         if self._restarted and not self.over and pid not in standing.workers:
             self.over = True
             self._say(
-                f"process {pid} was silent for longer than its lease: what it held is waiting again, "
-                f"{standing.seconds - killed_at:.1f} s after the kill"
+                f"{standing.seconds - killed_at:.1f} s after the kill: process {pid} is taken for dead, and what it held "
+                "waits again; what it may have been running now runs one at a time, as it may be what ended it"
             )
 
     def _kill(self, pid: int, standing: Standing) -> None:
