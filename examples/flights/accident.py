@@ -41,7 +41,7 @@ class Accident:
         if self._restarted and not self.over and pid not in standing.workers:
             self.over = True
             self._say(
-                f"{standing.seconds - killed_at:.1f} s after the kill: process {pid} is taken for dead, and what it held "
+                f"{standing.seconds - killed_at:.1f} s after the kill: process {pid} is taken for dead, what it held "
                 "waits again; what it may have been running now runs one at a time, as it may be what ended it"
             )
 
