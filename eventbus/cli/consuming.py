@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -15,7 +17,7 @@ import typer
 from eventbus.cli.options import Commands, Invocation
 from eventbus.cli.screen import shown
 from eventbus.cli.session import connected, database
-from eventbus.errors import ConfigurationError, Unavailable
+from eventbus.errors import BusPaused, ConfigurationError, Unavailable
 
 if TYPE_CHECKING:
     from eventbus.bus import EventBus
@@ -60,8 +62,7 @@ def consume(
     from eventbus.cli.loading import load_modules
 
     settings = invocation.settings(concurrency=concurrency)
-    with database(invocation, settings) as (settings, dsn):
-        os.environ.update(EVENTBUS_DSN=dsn, EVENTBUS_SCHEMA=settings.schema_name)
+    with database(invocation, settings) as (settings, dsn), _environment(dsn, settings.schema_name):
         bus = _bus_of(load_modules(modules, Path.cwd()))
         _log(as_json=invocation.given.as_json, debug=invocation.given.debug)
         _check_rights(settings, dsn, wait=wait)
@@ -69,6 +70,22 @@ def consume(
         log.info("consuming %s", ", ".join(chosen or sorted(item.name for item in bus.subscriptions)))
         code = bus.consume(settings, queues=chosen, until_idle=until_idle, wait=wait)
     raise typer.Exit(code)
+
+
+@contextmanager
+def _environment(dsn: str, schema: str) -> Iterator[None]:
+    """What the handlers find in the environment, also those that connect by themselves."""
+    ours = {"EVENTBUS_DSN": dsn, "EVENTBUS_SCHEMA": schema}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _bus_of(loaded: list[Any]) -> EventBus:
@@ -99,13 +116,19 @@ def _names(queues: str | None) -> list[str] | None:
 
 def _check_rights(settings: Settings, dsn: str, *, wait: bool) -> None:
     """Name a missing right before anything starts. A server that is down is waited for later."""
+    from eventbus.postgres.admin import is_foreign
     from eventbus.postgres.migrate import require_current
-    from eventbus.postgres.privileges import CONSUME, require
+    from eventbus.postgres.privileges import ATTACH, CONSUME, missing, require
 
     try:
         with connected(dsn, "start") as connection:
             require_current(connection, settings.schema_name)
             require(connection, settings.schema_name, CONSUME)
+            if is_foreign(connection, settings.schema_name) and missing(connection, settings.schema_name, ATTACH):
+                raise BusPaused(
+                    "this database was restored from another one, and this role may not take it over; "
+                    "as the owner of the schema run: eventbus resume"
+                )
     except Unavailable:
         if not wait:
             raise

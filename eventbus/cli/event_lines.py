@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -23,7 +23,7 @@ LARGEST_BATCH: Final = 32 * 1024 * 1024
 _FIELDS: Final = ("topic", "payload", "key", "headers", "event_id", "delay", "at")
 _NAME_THE_TOPIC: Final = "; if the lines are payloads, name their TOPIC before --file"
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)?")
-_UNITS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+_UNITS: Final[Mapping[str, int]] = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 
 @dataclass(frozen=True, slots=True)

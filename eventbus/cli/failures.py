@@ -34,7 +34,7 @@ NOBODY_READS: Final = 141
 _USAGE_ERROR: Final = typer.BadParameter.__mro__[1]
 """typer's own class for every error in the arguments; it has no public name."""
 
-_PASSWORD_IN_URL = re.compile(r"(://[^\s:/@]*:)[^\s@]*@")
+_PASSWORD_IN_URL = re.compile(r"(//[^\s:/@]*:)[^\s@]*@")
 _PASSWORD_PARAMETER = re.compile(r"((?:ssl)?password\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&]+)", re.IGNORECASE)
 
 

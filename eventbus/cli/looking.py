@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Final
 from uuid import UUID
 
@@ -14,7 +15,7 @@ from eventbus.cli.session import session
 if TYPE_CHECKING:
     from eventbus.postgres.explanation import Copy, Explanation
 
-_STYLES: Final = {
+_STYLES: Final[Mapping[str, str]] = {
     "done": "green",
     "dead": "red",
     "retrying": "yellow",

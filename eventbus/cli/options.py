@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 
@@ -43,7 +43,7 @@ Debug = Annotated[
     bool,
     typer.Option("--debug", help="show the traceback of an error", show_default=False, rich_help_panel=_PANEL),
 ]
-_COMMON: Final[dict[str, tuple[Any, Any]]] = {
+_COMMON: Final[Mapping[str, tuple[Any, Any]]] = {
     "dsn": (Dsn, None),
     "schema": (Schema, None),
     "as_json": (Json, False),

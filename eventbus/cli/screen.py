@@ -46,7 +46,7 @@ class Screen:
         """``value`` as one JSON document."""
         import orjson
 
-        sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode() + "\n")
+        _write(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode())
 
     def line(self, text: str = "", style: str = "") -> None:
         """One line of the answer."""
@@ -56,7 +56,7 @@ class Screen:
 
             Console(soft_wrap=True).print(Text(text, style=style))
         else:
-            sys.stdout.write(text + "\n")
+            _write(text)
 
     def note(self, text: str) -> None:
         """One line about what is going on; not part of the answer."""
@@ -70,7 +70,7 @@ class Screen:
             return
         lines = ["\t".join(column.title for column in columns)]
         lines += ["\t".join(shown(cell) for cell in row) for row in rows]
-        sys.stdout.write("\n".join(lines) + "\n")
+        _write("\n".join(lines))
 
     @contextmanager
     def progress(self, what: str, total: int | None) -> Iterator[Callable[[int, str], None]]:
@@ -103,6 +103,12 @@ class Screen:
         if not sys.stdin.isatty():
             raise typer.BadParameter("nobody can be asked here; to go ahead, give --yes", param_hint="--yes")
         return bool(typer.confirm(question, err=True))
+
+
+def _write(text: str) -> None:
+    """Write line by line: unbuffered (PYTHONUNBUFFERED), a large write that the reader cuts short is not an error."""
+    for line in text.split("\n"):
+        sys.stdout.write(line + "\n")
 
 
 def shown(value: object) -> str:

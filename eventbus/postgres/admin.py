@@ -168,8 +168,7 @@ def resume(connection: psycopg.Connection, schema: str) -> bool:
     What the copy had not sent when it was made is sent from now on.
     """
     statements = Statements("bus", schema)
-    with looking(connection):
-        foreign = bool(_value(connection, statements["is_foreign"]))
+    foreign = is_foreign(connection, schema)
     if foreign:
         with connection.transaction():
             connection.execute(statements["begin_attach"])
@@ -177,6 +176,13 @@ def resume(connection: psycopg.Connection, schema: str) -> bool:
             connection.execute(statements["attach"])
     with changing(connection):
         return connection.execute(statements["resume"]).fetchone() is not None or foreign
+
+
+def is_foreign(connection: psycopg.Connection, schema: str) -> bool:
+    """Whether this database is a copy that was restored elsewhere and that no worker has attached yet."""
+    with looking(connection):
+        row = connection.execute(Statements("bus", schema)["is_foreign"]).fetchone()
+    return bool(row and row[0])
 
 
 def find_queue(connection: psycopg.Connection, schema: str, name: str) -> tuple[int, int]:
@@ -206,8 +212,3 @@ def many(connection: psycopg.Connection, kind: type[Any], query: bytes, paramete
     """The rows of a statement, each as a ``kind``."""
     with connection.cursor(row_factory=class_row(kind)) as cursor:
         return cursor.execute(query, parameters).fetchall()
-
-
-def _value(connection: psycopg.Connection, query: bytes) -> object:
-    row = connection.execute(query).fetchone()
-    return row and row[0]

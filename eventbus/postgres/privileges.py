@@ -77,6 +77,15 @@ CONSUME: Final = (
 )
 """For `eventbus consume`, which also runs the relay."""
 
+ATTACH: Final = (
+    *(Right(table, ("UPDATE",)) for table in ("outbox", "ticks", "bus")),
+    *(
+        Right(f"{table}_id_seq", ("SELECT", "UPDATE"), sequence=True)
+        for table in ("outbox", "scheduled", "queues", "topics", "claims", "exceptions", "dead_letters")
+    ),
+)
+"""Beyond those of a consumer: to take over a database that was restored from another one, which owners do."""
+
 
 def grants(needs: Sequence[Right], schema: str, role: str) -> list[str]:
     """The GRANTs that give ``role`` these rights."""

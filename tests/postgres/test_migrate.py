@@ -18,6 +18,7 @@ from psycopg import sql
 from eventbus.errors import ConfigurationError, SchemaMismatch, SchemaMissing
 from eventbus.postgres import migrate as steps
 from eventbus.postgres import privileges
+from eventbus.postgres.admin import is_foreign, resume
 from eventbus.postgres.migrate import Migration, migrate, migrations, pending, require_current, script
 from tests.servers import Server
 
@@ -395,6 +396,20 @@ def test_a_role_with_the_documented_grants_consumes_and_can_change_nothing_else(
                 connection.execute(forbidden.encode())
     dead = empty.execute("SELECT count(*) FROM eventbus.dead_letters").fetchone()
     assert dead == (1 if outcome == "dead" else 0,)
+
+
+def test_a_consumer_with_the_rights_to_attach_takes_over_a_restored_database(
+    empty: psycopg.Connection, empty_dsn: str, new_role: Callable[[], tuple[str, str]]
+) -> None:
+    migrate(empty_dsn, "eventbus")
+    role, dsn = new_role()
+    for grant in privileges.grants((*privileges.CONSUME, *privileges.ATTACH), "eventbus", role):
+        empty.execute(grant.encode())
+    empty.execute("UPDATE eventbus.ticks SET system_identifier = 1")
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        assert privileges.missing(connection, "eventbus", privileges.ATTACH) == []
+        assert resume(connection, "eventbus")
+        assert not is_foreign(connection, "eventbus")
 
 
 PARTS = [name for right in privileges.CONSUME for *_, name in right.parts("eventbus")]

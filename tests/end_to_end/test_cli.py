@@ -1,0 +1,711 @@
+"""The command line does what it says, says it on one line, and ends with the exit code that scripts rely on."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from eventbus import cli
+from eventbus.postgres import privileges
+from eventbus.postgres.migrate import migrate, migrations
+from tests.postgres.line import DEAD, RETRY, Line
+from tests.waiting import wait_until
+
+# Which version of PostgreSQL it is matters to the statements, which tests/postgres runs on both, not to the commands.
+pytestmark = [pytest.mark.usefixtures("major"), pytest.mark.parametrize("major", [18], indirect=True)]
+
+PROGRAM = str(Path(sys.executable).with_name("eventbus"))
+
+
+class Result:
+    """What one command said and how it ended."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code = code
+        self.out = out
+        self.err = err
+
+    @property
+    def json(self) -> Any:
+        """The answer of a command with --json."""
+        return json.loads(self.out)
+
+    def refused(self, code: int, *words: str) -> None:
+        """It ended with ``code`` and said why on one line, which holds every one of ``words``."""
+        assert (self.code, self.out) == (code, ""), self.err
+        lines = self.err.splitlines()
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("eventbus: ")
+        assert "Traceback" not in self.err
+        for word in words:
+            assert word in lines[0]
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run one command in a folder of its own, as a shell would, but in this process."""
+    for name in [name for name in os.environ if name.startswith("EVENTBUS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object, stdin: str = "") -> Result:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        code = cli.main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return Result(code, out, err)
+
+    return run
+
+
+@pytest.fixture
+def on(bus: Run, dsn: str, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The same with a migrated database behind EVENTBUS_DSN."""
+    monkeypatch.setenv("EVENTBUS_DSN", dsn)
+    return bus
+
+
+@pytest.fixture
+def line(conn: psycopg.Connection) -> Line:
+    line = Line(conn)
+    line.declare(ledger=["orders.#"])
+    line.live()
+    return line
+
+
+@pytest.fixture
+def new_role(conn: psycopg.Connection, dsn: str) -> Iterator[Callable[..., tuple[str, str]]]:
+    """Make a role with some rights: its name and its DSN."""
+    made: list[str] = []
+
+    def new(rights: tuple[privileges.Right, ...]) -> tuple[str, str]:
+        name = f"eventbus_test_{uuid.uuid4().hex[:12]}"
+        conn.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
+        made.append(name)
+        for grant in privileges.grants(rights, "eventbus", name):
+            conn.execute(grant.encode())
+        return name, psycopg.conninfo.make_conninfo(dsn, user=name)
+
+    yield new
+    for name in made:
+        conn.execute(f'DROP OWNED BY "{name}"; DROP ROLE "{name}"'.encode())
+
+
+def process(*arguments: str, dsn: str, folder: Path, **options: Any) -> subprocess.Popen[str]:
+    """The command in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("EVENTBUS_")}
+    return subprocess.Popen(
+        [PROGRAM, *arguments],
+        env=environment | {"EVENTBUS_DSN": dsn},
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **options,
+    )
+
+
+def payloads(conn: psycopg.Connection) -> list[str]:
+    return [text for (text,) in conn.execute("SELECT payload::text FROM eventbus.outbox ORDER BY id")]
+
+
+COMMANDS = (
+    ("migrate",),
+    ("publish",),
+    ("consume",),
+    ("queues",),
+    ("queues", "drop"),
+    ("dead-letters",),
+    ("dead-letters", "list"),
+    ("dead-letters", "show"),
+    ("dead-letters", "redrive"),
+    ("dead-letters", "discard"),
+    ("retries",),
+    ("retries", "list"),
+    ("explain",),
+    ("topics",),
+    ("resume",),
+)
+
+
+# Help, options, settings
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_the_help_of_every_command_teaches_it_with_an_example(bus: Run, command: tuple[str, ...]) -> None:
+    said = bus(*command, "--help")
+    assert said.code == 0
+    after = said.out.partition("Example")[2]
+    assert f"eventbus {' '.join(command)}" in " ".join(after.split())
+    for option in ("--dsn", "--schema", "--json", "--debug"):
+        assert option in said.out
+
+
+def test_the_command_alone_shows_what_there_is(bus: Run) -> None:
+    assert "dead-letters" in bus().out
+    assert bus("--help").out.split() == bus().out.split()
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("consume", "--help"), ("queues", "--help")])
+def test_help_loads_no_database_driver_and_nobodys_handlers(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "shop.py").write_text("raise SystemExit('imported')")
+    code = f"import sys; from eventbus.cli import main; main({list(arguments)!r}); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    modules = done.stdout.splitlines()[-1]
+    for heavy in ("psycopg", "pydantic_settings", "eventbus.bus", "shop"):
+        assert f"'{heavy}'" not in modules
+
+
+def test_only_consume_imports_handlers(on: Run, tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text("raise SystemExit('imported')")
+    for command in ("migrate", "queues", "topics", "dead-letters", "retries"):
+        assert on(command).code == 0
+
+
+def test_unknown_names_are_usage_errors(on: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    on("frob").refused(2, "frob", "eventbus --help")
+    on("queues", "--frob").refused(2, "--frob", "eventbus queues --help")
+    on("publish", "a", "1", "--batch", "none").refused(2, "--batch")
+    monkeypatch.setenv("EVENTBUS_SHEMA", "x")
+    on("queues").refused(2, "EVENTBUS_SHEMA", "EVENTBUS_SCHEMA")
+
+
+def test_options_may_stand_before_and_after_the_command(bus: Run, dsn: str) -> None:
+    migrate(dsn, "Other-bus")
+    assert bus("--dsn", dsn, "publish", "a.b", "--schema", "Other-bus").code == 0
+    for arguments in (
+        ("--dsn", dsn, "--schema", "Other-bus", "--json", "queues"),
+        ("queues", "--dsn", dsn, "--schema", "Other-bus", "--json"),
+        ("--dsn", "postgresql://127.0.0.1:1/x", "queues", "--dsn", dsn, "--json", "--schema", "Other-bus"),
+    ):
+        assert bus(*arguments).json["backlog"]["events"] == 1
+    assert bus("--dsn", dsn, "queues", "--json").json["backlog"]["events"] == 0
+
+
+def test_every_command_answers_in_json(on: Run, line: Line, tmp_path: Path) -> None:
+    line.kill("ledger", 3)
+    letters = [letter for (letter,) in line.conn.execute("SELECT id FROM eventbus.dead_letters ORDER BY id")]
+    event_id = line.publish()
+    line.publish()
+    line.relay()
+    assert line.settle(line.claim("ledger", 1), **{f"s{4}": RETRY})
+    (tmp_path / "two.ndjson").write_text('{"topic": "a"}\n' * 2)
+    assert on("migrate", "--json").json == {"schema": "eventbus", "applied": []}
+    assert on("migrate", "--plan", "--json").json == {"schema": "eventbus", "pending": []}
+    assert "CREATE SCHEMA" in on("migrate", "--sql", "--json").json["sql"]
+    assert on("publish", "a.b", "--json").json["topic"] == "a.b"
+    assert on("publish", "--file", "two.ndjson", "--json").json == {"published": 2, "transactions": 1, "skipped": []}
+    queues = on("queues", "--json").json
+    assert [(q["name"], q["waiting"], q["retrying"], q["dead"]) for q in queues["queues"]] == [("ledger", 1, 1, 3)]
+    assert queues["bus"]["state"] == "running"
+    assert [letter["payload"] for letter in on("dead-letters", "list", "--json").json] == [{"n": 2}, {"n": 1}, {"n": 0}]
+    assert on("dead-letters", "show", letters[0], "--json").json["reason"] == "gave up"
+    assert [retry["attempts"] for retry in on("retries", "list", "--json").json] == [1]
+    assert on("explain", event_id, "--json").json["copies"][0]["standing"]["stage"] == "retrying"
+    assert [topic["topic"] for topic in on("topics", "--json").json] == ["orders.created"]
+    assert on("dead-letters", "redrive", letters[0], "--json").json["redriven"] == letters[:1]
+    assert on("dead-letters", "discard", letters[1], "--yes", "--json").json["discarded"] == letters[1:2]
+    assert on("queues", "drop", "ledger", "--yes", "--json").json["dropped"]["dead"] == 1
+    assert on("resume", "--json").json == {"resumed": False}
+    for listing in (("dead-letters",), ("retries",)):
+        assert on(*listing, "--json").json == []
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_the_page_on_the_command_line_has_every_command(bus: Run, command: tuple[str, ...]) -> None:
+    assert f"## eventbus {command[0]}" in PAGE
+    assert command[-1] in PAGE.partition(f"## eventbus {command[0]}")[2]
+
+
+def test_the_page_on_the_command_line_has_every_option_of_publish_and_consume(bus: Run) -> None:
+    for command in ("publish", "consume"):
+        for option in set(re.findall(r"--[a-z-]+", bus(command, "--help").out)) - {"--help", "--wait"}:
+            assert option in PAGE, f"{command} {option}"
+
+
+@pytest.mark.parametrize(
+    ("needs", "role"),
+    [(privileges.PUBLISH, "shop_web"), (privileges.CONSUME, "shop_worker")],
+    ids=["publish", "consume"],
+)
+def test_the_rights_on_the_page_are_those_that_the_tests_grant(needs: tuple[privileges.Right, ...], role: str) -> None:
+    assert "\n".join(["```sql", *privileges.grants(needs, "eventbus", role), "```"]) in PAGE
+
+
+# Servers and schemas
+
+
+def test_ten_migrations_at_once_all_succeed_and_apply_each_step_once(empty_dsn: str, tmp_path: Path) -> None:
+    running = [process("migrate", "--json", dsn=empty_dsn, folder=tmp_path) for _ in range(10)]
+    answers = [(*one.communicate(timeout=60), one.returncode) for one in running]
+    assert {code for _, _, code in answers} == {0}
+    applied = sorted(name for out, _, _ in answers for name in json.loads(out)["applied"])
+    assert applied == [migration.name for migration in migrations("eventbus")]
+
+
+def test_no_command_but_migrate_touches_the_schema_of_a_server_of_yours(bus: Run, empty_dsn: str) -> None:
+    bus("queues", "--dsn", empty_dsn).refused(1, 'no schema "eventbus"', "eventbus migrate")
+    bus("publish", "a", "--dsn", empty_dsn).refused(1, "eventbus migrate")
+    plan = bus("migrate", "--plan", "--dsn", empty_dsn)
+    assert plan.code == 0
+    assert [row.split("\t")[0] for row in plan.out.splitlines()[1:]] == [step.name for step in migrations("eventbus")]
+    with psycopg.connect(empty_dsn) as connection:
+        assert connection.execute("SELECT to_regnamespace('eventbus')").fetchone() == (None,)
+
+
+def test_the_script_for_a_dba_needs_no_server(bus: Run) -> None:
+    said = bus("migrate", "--sql", "--schema", "Other-bus", "--dsn", "postgresql://127.0.0.1:1/x")
+    assert (said.code, said.err) == (0, "")
+    assert 'CREATE TABLE "Other-bus".outbox' in said.out
+
+
+def test_a_schema_of_another_version_is_named_with_the_side_to_upgrade(on: Run, conn: psycopg.Connection) -> None:
+    conn.execute("INSERT INTO eventbus.migrations (name) VALUES ('9999_later')")
+    on("queues").refused(1, "9999_later", "upgrade this installation")
+    on("migrate").refused(1, "9999_later", "upgrade this installation")
+
+
+@pytest.mark.parametrize(
+    "dsn",
+    [
+        "postgresql://root:geheim@127.0.0.1:1/x",
+        "host=127.0.0.1 port=1 password=geheim",
+        "host=127.0.0.1 port=1 password='geh eim'",
+        "postgresql//root:geheim@127.0.0.1/x",
+        "postgresql://root:geheim@127.0.0.1/x?frob=1",
+        "postgresql://127.0.0.1:1/x?password=geheim&user=root",
+    ],
+)
+@pytest.mark.parametrize("command", [("queues",), ("migrate",), ("publish", "a"), ("queues", "--debug")])
+def test_a_server_that_cannot_be_reached_is_one_line_without_the_password(
+    bus: Run, dsn: str, command: tuple[str, ...]
+) -> None:
+    said = bus(*command, "--dsn", dsn)
+    assert said.code == 1
+    for secret in ("geheim", "geh eim", "eim'"):
+        assert secret not in said.err + said.out
+    if "--debug" in command:
+        assert "Traceback" in said.err
+    else:
+        said.refused(1)
+
+
+# Publishing
+
+
+def test_an_event_arrives_as_it_was_typed(on: Run, conn: psycopg.Connection) -> None:
+    event_id = str(uuid.uuid4())
+    said = on(
+        "publish", "orders.created", '{"n": 12345678901234567890, "t": "é ☃", "f": 0.1}', "--key", "k 1",
+        "--header", "tenant=acme=x", "--header", "trace=", "--event-id", event_id,
+    )  # fmt: skip
+    assert (said.code, said.out) == (0, event_id + "\n")
+    row = conn.execute("SELECT event_id::text, topic, key, payload, headers FROM eventbus.outbox").fetchone()
+    payload = {"n": 12345678901234567890, "t": "é ☃", "f": 0.1}
+    assert row == (event_id, "orders.created", "k 1", payload, {"tenant": "acme=x", "trace": ""})
+
+
+def test_a_delayed_event_is_due_when_it_was_said(on: Run, conn: psycopg.Connection) -> None:
+    assert on("publish", "a", "--delay", "2h").code == 0
+    assert on("publish", "b", "--at", "2040-01-31T09:00:00+01:00").code == 0
+    rows = conn.execute(
+        "SELECT topic, due_at - created_at BETWEEN '119 min' AND '121 min', due_at = '2040-01-31 08:00:00+00'"
+        " FROM eventbus.scheduled ORDER BY topic"
+    ).fetchall()
+    assert rows == [("a", True, False), ("b", False, True)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ("TOPIC",)),
+        (("orders..created",), ("orders..created",)),
+        (("a", "hello"), ("not JSON", "'\"hello\"'")),
+        (("a", '{"a": 1, "a": 2}'), ('"a" twice',)),
+        (("a", "0.12345678901234567890123"), ("does not fit into a double",)),
+        (("a", "1e999"), ("does not fit into a double",)),
+        (("a", "NaN"), ("NaN",)),
+        (("a", "1", "--key", ""), ("key",)),
+        (("a", "1", "--header", "tenant"), ("tenant", "NAME=VALUE")),
+        (("a", "1", "--header", "Tenant=x"), ("Tenant", "tenant")),
+        (("a", "1", "--delay", "soon"), ("soon", "15m")),
+        (("a", "1", "--at", "2040-01-31T09:00:00"), ("offset",)),
+        (("a", "1", "--delay", "1s", "--at", "2040-01-31T09:00:00Z"), ("delay and at",)),
+        (("a", "1", "--event-id", "17"), ("--event-id",)),
+        (("a", "1", "--file", "x"), ("PAYLOAD", "--file")),
+        (("--file", "missing.ndjson"), ("missing.ndjson", "No such file")),
+    ],
+)
+def test_what_cannot_be_published_is_refused_with_what_to_change(
+    on: Run, conn: psycopg.Connection, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    on("publish", *arguments).refused(2, *words)
+    assert payloads(conn) == []
+
+
+def test_a_file_is_published_in_order_in_transactions_of_the_size_that_was_asked_for(
+    on: Run, conn: psycopg.Connection, tmp_path: Path
+) -> None:
+    lines = [json.dumps({"topic": "t", "payload": n, "key": f"k{n}", "headers": {"n": str(n)}}) for n in range(10)]
+    (tmp_path / "events.ndjson").write_bytes(("\ufeff" + "\r\n\r\n".join(lines)).encode())
+    said = on("publish", "--file", "events.ndjson", "--batch", 4)
+    assert (said.code, said.out) == (0, "published 10 events in 3 transactions\n")
+    rows = conn.execute("SELECT payload, key, headers->>'n', xid FROM eventbus.outbox ORDER BY id").fetchall()
+    assert [row[:3] for row in rows] == [(n, f"k{n}", str(n)) for n in range(10)]
+    assert [len([row for row in rows if row[3] == xid]) for xid in dict.fromkeys(row[3] for row in rows)] == [4, 4, 2]
+
+
+def test_standard_input_may_be_payloads_of_one_topic(on: Run, conn: psycopg.Connection) -> None:
+    assert on("publish", "orders.imported", "--file", "-", stdin='{"topic": "x"}\n\n"two"\n3').code == 0
+    rows = conn.execute("SELECT topic, payload FROM eventbus.outbox ORDER BY id").fetchall()
+    assert rows == [("orders.imported", {"topic": "x"}), ("orders.imported", "two"), ("orders.imported", 3)]
+
+
+BAD_LINES = {
+    "not JSON": "{'topic': 1}",
+    "no object": "[1, 2]",
+    "no topic": '{"payload": 1}',
+    "bad topic": '{"topic": "a..b"}',
+    "unknown field": '{"topic": "a", "playload": 1}',
+    "bad key": '{"topic": "a", "key": 7}',
+    "bad id": '{"topic": "a", "event_id": "7"}',
+    "bad delay": '{"topic": "a", "delay": "soon"}',
+    "bad moment": '{"topic": "a", "at": "tomorrow"}',
+    "inexact": '{"topic": "a", "payload": 0.1234567890123456789012}',
+}
+
+
+@pytest.mark.parametrize("bad", BAD_LINES.values(), ids=BAD_LINES.keys())
+def test_a_bad_line_stops_before_anything_of_its_batch_is_sent_and_the_command_it_names_goes_on_exactly_there(
+    on: Run, conn: psycopg.Connection, tmp_path: Path, bad: str
+) -> None:
+    lines = [json.dumps({"topic": "t", "payload": n}) for n in range(10)]
+    lines[6] = bad
+    (tmp_path / "events.ndjson").write_text("\n".join(lines))
+    said = on("publish", "--file", "events.ndjson", "--batch", "4")
+    said.refused(1, "events.ndjson, line 7:", "4 events of lines 1-4 are committed and nothing else")
+    assert payloads(conn) == ["0", "1", "2", "3"]
+    (tmp_path / "events.ndjson").write_text("\n".join([*lines[:6], '{"topic": "t", "payload": 6}', *lines[7:]]))
+    go_on = re.search(r"tail -n \+(\d+) (\S+) \| eventbus (.*)$", said.err)
+    assert go_on
+    rest = "\n".join((tmp_path / go_on[2]).read_text().split("\n")[int(go_on[1]) - 1 :])
+    assert on(*go_on[3].split(), stdin=rest).code == 0
+    assert payloads(conn) == [str(n) for n in range(10)]
+
+
+def test_bad_lines_can_be_left_out_and_are_reported_each_with_its_number(
+    on: Run, conn: psycopg.Connection, tmp_path: Path
+) -> None:
+    lines = ['{"topic": "t", "payload": 1}', "nonsense", '{"topic": ".."}', '{"topic": "t", "payload": 4}']
+    (tmp_path / "events.ndjson").write_text("\n".join(lines))
+    said = on("publish", "--file", "events.ndjson", "--skip-bad", "--json")
+    assert said.code == 1
+    assert said.json["published"] == 2
+    assert [skipped["line"] for skipped in said.json["skipped"]] == [2, 3]
+    assert "line 2 left out: not JSON" in said.err
+    assert payloads(conn) == ["1", "4"]
+
+
+def test_a_payload_over_the_limit_is_a_bad_line(on: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENTBUS_MAX_PAYLOAD_BYTES", "10")
+    on("publish", "t", "--file", "-", stdin='"short"\n"much too long"').refused(1, "line 2", "nothing is committed")
+
+
+def test_a_server_that_goes_away_in_the_middle_says_what_is_committed_and_what_is_unknown(
+    on: Run, conn: psycopg.Connection, dsn: str, tmp_path: Path
+) -> None:
+    conn.execute(
+        "CREATE FUNCTION public.cut() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+        " PERFORM pg_terminate_backend(pg_backend_pid()) WHERE NEW.payload::text = '5'; RETURN NEW; END $$"
+    )
+    conn.execute("CREATE TRIGGER cut BEFORE INSERT ON eventbus.outbox FOR EACH ROW EXECUTE FUNCTION public.cut()")
+    said = on("publish", "t", "--file", "-", "--batch", "2", stdin="\n".join(map(str, range(9))))
+    said.refused(1, "lines 5-6", "may be committed or not", "4 events of lines 1-4 are committed")
+    assert payloads(conn) == ["0", "1", "2", "3"]
+
+
+def test_ctrl_c_while_a_file_comes_in_ends_quietly(dsn: str, tmp_path: Path, conn: psycopg.Connection) -> None:
+    running = process("publish", "t", "--file", "-", "--batch", "1", dsn=dsn, folder=tmp_path, stdin=subprocess.PIPE)
+    assert running.stdin
+    running.stdin.write("1\n2\n")
+    running.stdin.flush()
+    wait_until(lambda: payloads(conn), timeout=30)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=30)
+    assert (running.returncode, out, err.strip()) == (130, "", "")
+
+
+# Consuming
+
+HANDLERS = """
+import os
+import psycopg
+from eventbus import Event, subscribe
+
+DSN = os.environ["EVENTBUS_DSN"]
+
+@subscribe("orders.#", name="ledger")
+def book(event: Event) -> None:
+    with psycopg.connect(DSN) as conn:
+        conn.execute("INSERT INTO public.booked VALUES (%s)", [event.payload])
+
+@subscribe("#", name="audit")
+async def audit(event: Event) -> None: ...
+"""
+
+
+def test_the_handlers_of_a_module_run_with_the_database_of_the_command(
+    dsn: str, conn: psycopg.Connection, tmp_path: Path
+) -> None:
+    (tmp_path / "shop.py").write_text(HANDLERS)
+    conn.execute("CREATE TABLE public.booked (n int)")
+    Line(conn).declare(ledger=["orders.#"], audit=["#"])
+    published = process("publish", "orders.x", "--file", "-", dsn=dsn, folder=tmp_path, stdin=subprocess.PIPE)
+    assert "published 5 events" in published.communicate("1\n2\n3\n4\n5\n", timeout=30)[0]
+    consumed = process("consume", "shop", "--until-idle", "--queues", "ledger", dsn=dsn, folder=tmp_path)
+    _, err = consumed.communicate(timeout=60)
+    assert consumed.returncode == 0, err
+    assert "consuming ledger" in err
+    booked = conn.execute("SELECT n FROM public.booked ORDER BY n").fetchall()
+    assert booked == [(1,), (2,), (3,), (4,), (5,)]
+    audit = json.loads(process("queues", "--json", dsn=dsn, folder=tmp_path).communicate(timeout=30)[0])["queues"][0]
+    assert (audit["name"], audit["waiting"]) == ("audit", 5), "a queue that was not chosen keeps its events"
+
+
+def test_the_log_of_a_worker_is_text_that_cannot_command_the_terminal_or_json(
+    dsn: str, conn: psycopg.Connection, tmp_path: Path
+) -> None:
+    (tmp_path / "shop.py").write_text(
+        "from eventbus import RetryPolicy, subscribe\n"
+        "@subscribe('#', name='q', retry=RetryPolicy(max_attempts=1))\n"
+        "async def fail(payload: dict) -> None: raise ValueError('\\x1b[31mred\\nFAKE LINE')\n"
+    )
+    Line(conn).declare(q=["#"])
+    for options in ((), ("--json",)):
+        process("publish", "a", "{}", dsn=dsn, folder=tmp_path).communicate(timeout=30)
+        worker = process("consume", "shop", "--until-idle", *options, dsn=dsn, folder=tmp_path)
+        _, err = worker.communicate(timeout=60)
+        assert worker.returncode == 0, err
+        assert "\x1b" not in err
+        assert not any(text.startswith("FAKE") for text in err.splitlines())
+        if options:
+            records = [json.loads(text) for text in err.splitlines()]
+            assert {"at", "level", "message"} <= set(records[0])
+            assert any("red" in record["message"] for record in records)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (None, ("module 'shop' not found",)),
+        ("import no_such_package", ("no_such_package", "shop.py:1")),
+        ("def broken(:", ("SyntaxError", "shop.py:1")),
+        ("import sys; sys.exit(0)", ("'shop' ended the program", "shop.py:1")),
+        ("x = 1", ("no handler is subscribed",)),
+    ],
+    ids=["missing", "inner import", "syntax", "exit", "no handler"],
+)
+def test_a_module_that_cannot_be_used_is_one_line_with_the_true_reason(
+    dsn: str, tmp_path: Path, source: str | None, words: tuple[str, ...]
+) -> None:
+    if source is not None:
+        (tmp_path / "shop.py").write_text(source)
+    worker = process("consume", "shop", dsn=dsn, folder=tmp_path)
+    out, err = worker.communicate(timeout=60)
+    said = Result(worker.returncode, out, "\n".join(text for text in err.splitlines() if " INFO " not in text))
+    said.refused(2, *words)
+
+
+def test_a_traceback_is_shown_to_those_who_ask(dsn: str, tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text("import no_such_package")
+    _, err = process("consume", "shop", "--debug", dsn=dsn, folder=tmp_path).communicate(timeout=60)
+    assert "Traceback (most recent call last)" in err
+    assert "ModuleNotFoundError" in err
+
+
+def test_unknown_queues_and_missing_rights_end_a_worker_before_it_starts(
+    bus: Run, dsn: str, conn: psycopg.Connection, tmp_path: Path, new_role: Callable[..., tuple[str, str]]
+) -> None:
+    (tmp_path / "shop.py").write_text(
+        "from eventbus import subscribe\n@subscribe('#', name='q')\ndef f(payload: dict): ...\n"
+    )
+    worker = process("consume", "shop", "--queues", "nope", dsn=dsn, folder=tmp_path)
+    _, err = worker.communicate(timeout=60)
+    assert (worker.returncode, "unknown queue 'nope'; known: q" in err) == (2, True), err
+    role, as_role = new_role(privileges.CONSUME)
+    worker = process("consume", "shop", "--until-idle", dsn=as_role, folder=tmp_path)
+    _, err = worker.communicate(timeout=60)
+    assert (worker.returncode, "restored" in err, "eventbus resume" in err) == (1, True, True), "a clone looks restored"
+    assert bus("resume", "--dsn", dsn).code == 0
+    worker = process("consume", "shop", "--until-idle", dsn=as_role, folder=tmp_path)
+    assert worker.communicate(timeout=60)[0] == ""
+    assert worker.returncode == 0, "the documented grants are enough"
+    conn.execute(f'REVOKE INSERT ON eventbus.claims FROM "{role}"'.encode())
+    worker = process("consume", "shop", "--until-idle", dsn=as_role, folder=tmp_path)
+    _, err = worker.communicate(timeout=60)
+    assert worker.returncode == 2, err
+    assert f'GRANT INSERT ON TABLE "eventbus".claims TO "{role}"' in err
+
+
+def test_without_waiting_a_server_that_is_down_ends_the_worker(bus: Run, tmp_path: Path) -> None:
+    (tmp_path / "stall.py").write_text(
+        "from eventbus import subscribe\n@subscribe('#', name='q')\ndef f(payload: dict): ...\n"
+    )
+    worker = process("consume", "stall", "--no-wait", dsn="postgresql://127.0.0.1:1/x", folder=tmp_path)
+    out, err = worker.communicate(timeout=60)
+    Result(worker.returncode, out, err).refused(1, "no connection to PostgreSQL")
+
+
+def test_a_publisher_without_a_right_is_told_the_grant(
+    bus: Run, conn: psycopg.Connection, new_role: Callable[..., tuple[str, str]]
+) -> None:
+    role, as_role = new_role(privileges.PUBLISH)
+    assert bus("publish", "a", "1", "--dsn", as_role).code == 0
+    conn.execute(f'REVOKE INSERT (key) ON eventbus.outbox FROM "{role}"'.encode())
+    bus("publish", "a", "1", "--dsn", as_role).refused(2, f'GRANT INSERT (key) ON TABLE "eventbus".outbox TO "{role}"')
+    assert payloads(conn) == ["1"]
+
+
+# Looking and putting right
+
+
+def test_queues_are_a_table_for_programs_in_a_pipe_and_the_bus_is_told_apart(on: Run, line: Line) -> None:
+    line.kill("ledger", 2)
+    line.publish()
+    line.conn.execute("UPDATE eventbus.bus SET state = 'paused', reason = 'a copy'")
+    said = on("queues")
+    header, row = (text.split("\t") for text in said.out.splitlines())
+    assert dict(zip(header, row, strict=True)) == {
+        "queue": "ledger", "patterns": "orders.#", "waiting": "0", "running": "0", "retrying": "0", "dead": "2",
+        "oldest": "",
+    }  # fmt: skip
+    assert "workers: 1" in said.err
+    assert "not relayed yet: 1" in said.err
+    assert "PAUSED: a copy" in said.err
+    assert on("resume").out == "the bus goes on\n"
+    assert "PAUSED" not in on("queues").err
+
+
+def test_a_queue_is_dropped_only_after_a_yes(on: Run, line: Line) -> None:
+    line.kill("ledger", 2)
+    on("queues", "drop", "ledger").refused(2, "--yes")
+    assert line.queue("ledger").dead == 2
+    said = on("queues", "drop", "ledger", "--yes")
+    assert said.out == "dropped ledger: 0 waiting, 0 running, 0 retrying, 2 dead\n"
+    on("queues", "drop", "ledger", "--yes").refused(1, "no queue 'ledger'", "there are no queues yet")
+
+
+@pytest.mark.parametrize("name", ["a'; DROP TABLE eventbus.outbox; --", 'two "words"', "%s %(x)s", "\\", "two words"])
+def test_odd_names_are_answered_in_words_and_never_by_the_sql_parser(on: Run, line: Line, name: str) -> None:
+    on("queues", "drop", name, "--yes").refused(1, "no queue", "known queues: ledger")
+    on("dead-letters", "list", "--queue", name).refused(1, "known queues: ledger")
+    on("dead-letters", "list", "--topic", name).refused(2, "pattern")
+    on("publish", name).refused(2, "topic")
+
+
+def test_dead_letters_are_redriven_and_discarded_by_number_and_missing_ones_are_an_error(on: Run, line: Line) -> None:
+    first, second, third = line.kill("ledger", 3)
+    said = on("dead-letters", "redrive", first, 999)
+    assert (said.code, said.out) == (1, "1 dead letter is back in their queues\n")
+    assert "999" in said.err
+    on("dead-letters", "show", 999).refused(1, "no dead letter 999")
+    on("dead-letters", "discard", second).refused(2, "--yes")
+    assert on("dead-letters", "discard", second, "--yes").out == "1 dead letter is deleted\n"
+    assert on("dead-letters", "redrive", "--all").code == 0
+    assert on("dead-letters").err == "no dead letters\n"
+    assert sorted(seq for (seq,) in line.conn.execute("SELECT seq FROM eventbus.exceptions")) == [1, 3]
+    assert third
+
+
+def test_redrive_and_discard_take_nothing_that_was_not_named(on: Run, line: Line) -> None:
+    line.kill("ledger", 2)
+    for command in ("redrive", "discard"):
+        on("dead-letters", command).refused(2, "--queue", "--all")
+        on("dead-letters", command, "--queue", "nope").refused(1, "known queues: ledger")
+        on("dead-letters", command, "--topic", "nope.*").refused(1, "known topics: orders.created")
+    assert line.queue("ledger").dead == 2
+
+
+def test_a_letter_shows_everything_and_its_control_characters_harmlessly(on: Run, line: Line) -> None:
+    line.publish(payload="\x1b[31m\u202e", key="k\x07")
+    line.relay()
+    error = {"type": "E", "message": "\x1b[2J", "traceback": "Traceback\n  line\x1b"}
+    assert line.settle(line.claim("ledger"), s1=DEAD | {"error": error})
+    for command in (("dead-letters", "show", 1), ("dead-letters",)):
+        said = on(*command)
+        assert said.code == 0
+        assert not set("\x1b\x07\u202e") & set(said.out)
+    assert "\\x1b[2J" in on("dead-letters", "show", 1).out
+
+
+def test_an_event_is_explained_or_not_found(on: Run, line: Line) -> None:
+    event_id = line.publish(key="k")
+    line.relay()
+    said = on("explain", event_id)
+    assert said.code == 0
+    for words in ("orders.created", "queue ledger  (matches orders.#)", "waiting at position 1"):
+        assert words in said.out
+    on("explain", uuid.uuid4()).refused(1, "no event")
+    on("explain", "17").refused(2, "'17'", "EVENT_ID")
+
+
+def test_topics_show_who_gets_them_and_how_many_got_lost(on: Run, line: Line) -> None:
+    line.publish("lost.event")
+    line.relay()
+    header, row = (text.split("\t") for text in on("topics", "--count").out.splitlines())
+    assert (row[0], *row[2:]) == ("lost.event", "nobody", "1", "1")
+    assert header[0] == "topic"
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly(dsn: str, conn: psycopg.Connection, tmp_path: Path) -> None:
+    conn.execute(
+        "INSERT INTO eventbus.topics (topic, bindings_version, fanout)"
+        " SELECT repeat('x', 200) || g, 1, 0 FROM generate_series(1, 3000) g"
+    )
+    for options in ((), ("--json",)):
+        running = process("topics", *options, dsn=dsn, folder=tmp_path)
+        assert running.stdout
+        assert running.stderr
+        running.stdout.read(1)
+        running.stdout.close()
+        assert running.stderr.read() == ""
+        running.stderr.close()
+        assert running.wait(30) == 141
+
+
+# The embedded server
+
+
+@pytest.mark.slow
+def test_without_a_server_everything_works_in_a_folder_and_says_so_on_one_line(bus: Run, tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(
+        "from eventbus import subscribe\n@subscribe('orders.*', name='ledger')\ndef book(payload: dict): ...\n"
+    )
+    said = bus("queues")
+    assert (said.code, len(said.err.splitlines())) == (0, 2), said.err
+    assert said.err.startswith("eventbus: no EVENTBUS_DSN, so this is the embedded PostgreSQL 18 in .eventbus/\n")
+    assert bus("migrate").out == "schema eventbus is up to date\n"
+    published = bus("publish", "orders.created", "{}")
+    assert bus("explain", published.out.strip()).code == 0
+    assert bus("consume", "shop", "--until-idle").code == 0
+    [queue] = bus("queues", "--json").json["queues"]
+    assert queue["waiting"] == 0
+    assert queue["name"] == "ledger"
