@@ -80,7 +80,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     choices: tuple[Choice, ...] = ("auto", "machine", "embedded")
     parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help=", ".join(WORKLOADS), metavar="WORKLOAD")
-    parser.add_argument("--server", choices=choices, default="auto", help="machine: EVENTBUS_BENCH_DSN; default: auto")
+    parser.add_argument("--server", choices=choices, default="auto", help="machine: BENCH_DSN; default: auto")
     parser.add_argument("--full", action="store_true", help="the sizes of the published figures")
     parser.add_argument("--events", type=int, help="events per drained backlog")
     parser.add_argument("--rounds", type=int)

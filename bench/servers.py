@@ -53,10 +53,10 @@ class Server:
 def server(choice: Choice) -> Iterator[Server]:
     """The server to measure. ``auto``: the machine's if it answers, else an embedded one.
 
-    The machine's is at ``EVENTBUS_BENCH_DSN``, which must allow creating databases. An embedded one lives in a
+    The machine's is at ``BENCH_DSN``, which must allow creating databases. An embedded one lives in a
     temporary folder and is stopped afterwards.
     """
-    dsn = os.environ.get("EVENTBUS_BENCH_DSN", DEFAULT_DSN)
+    dsn = os.environ.get("BENCH_DSN", DEFAULT_DSN)
     if choice == "machine" or (choice == "auto" and _answers(dsn)):
         yield Server(dsn, "machine")
         return
