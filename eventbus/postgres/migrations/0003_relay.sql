@@ -229,14 +229,15 @@ $body$;
 CREATE FUNCTION {schema}.fire_due(p_limit integer, p_from timestamptz,
                                   OUT fired integer, OUT upto timestamptz)
 LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET jit = off AS $body$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $body$
 BEGIN
     WITH due AS MATERIALIZED (
         SELECT s.id, s.due_at FROM {schema}.scheduled s
         WHERE s.due_at >= p_from AND s.due_at <= clock_timestamp()
         ORDER BY s.due_at, s.id LIMIT p_limit FOR UPDATE SKIP LOCKED
     ), gone AS (
-        DELETE FROM {schema}.scheduled s USING due d WHERE s.id = d.id RETURNING s.*
+        DELETE FROM {schema}.scheduled s WHERE s.id = ANY (ARRAY(SELECT d.id FROM due d)) RETURNING s.*
     ), published AS (
         INSERT INTO {schema}.outbox (event_id, topic, key, priority, payload, headers, size)
         SELECT g.event_id, g.topic, g.key, g.priority, g.payload, g.headers, g.size

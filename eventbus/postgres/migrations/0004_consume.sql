@@ -251,7 +251,9 @@ $body$;
 
 -- Locks one exception that was running when a worker died.
 CREATE FUNCTION {schema}.lock_crashed(p_queue integer) RETURNS bigint[]
-LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET jit = off AS $body$
+LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $body$
 BEGIN
     RETURN ARRAY(
         SELECT e.id FROM {schema}.exceptions e
@@ -313,7 +315,8 @@ $body$;
 -- were recorded.
 CREATE FUNCTION {schema}.record(p_claim bigint, p_done bigint[], p_outcomes json) RETURNS integer
 LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET jit = off AS $body$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     c {schema}.claims%ROWTYPE;
     v_recorded integer;
@@ -433,7 +436,8 @@ $body$;
 -- | released. Returns those that were still held; the others were taken over and nothing of them was written.
 CREATE FUNCTION {schema}.settle_exceptions(p_ids bigint[], p_tokens uuid[], p_outcomes json) RETURNS SETOF bigint
 LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET jit = off AS $body$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     v_held bigint[];
 BEGIN
@@ -473,14 +477,14 @@ BEGIN
 END
 $body$;
 
--- What this worker holds, by the database: open claims and exceptions. p_open_from is the worker's memory; where the
--- open_from of its last heartbeat is lower, that counts.
+-- What this worker holds, by the database: open claims and exceptions. Claims are looked for from the open_from of its
+-- last heartbeat on, which has been checked; p_open_from counts only for a worker that is not registered any more.
 CREATE FUNCTION {schema}.held(p_worker uuid, p_open_from bigint) RETURNS TABLE (kind text, id bigint)
-LANGUAGE sql STABLE
+LANGUAGE sql STABLE SET enable_seqscan = off SET enable_bitmapscan = off
 BEGIN ATOMIC
     SELECT 'claim', c.id FROM {schema}.claims c
     WHERE c.worker_id = p_worker
-      AND c.id >= least(p_open_from, (SELECT w.open_from FROM {schema}.workers w WHERE w.id = p_worker))
+      AND c.id >= coalesce((SELECT w.open_from FROM {schema}.workers w WHERE w.id = p_worker), p_open_from)
       AND NOT EXISTS (SELECT 1 FROM {schema}.settlements s WHERE s.claim_id = c.id)
     UNION ALL
     SELECT 'exception', e.id FROM {schema}.exceptions e WHERE e.worker_id = p_worker AND e.state = 'claimed';
@@ -491,7 +495,8 @@ END;
 -- had started. Deliveries that the worker has recorded stay as recorded. Returns how many came back or died.
 CREATE FUNCTION {schema}.give_back(p_claim bigint, p_started bigint, p_max_crashes integer) RETURNS integer
 LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET jit = off AS $body$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     c {schema}.claims%ROWTYPE;
     v_lost bigint[];
@@ -541,7 +546,8 @@ $body$;
 CREATE FUNCTION {schema}.give_back_exceptions(p_ids bigint[], p_crashes integer, p_max_crashes integer)
 RETURNS integer
 LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET jit = off AS $body$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $body$
 BEGIN
     INSERT INTO {schema}.dead_letters (published_at, queue_id, lane, seq, outbox_id, replay_id, attempts, crashes,
                                        event_id, topic, key, payload, headers, reason, first_error, last_error)
@@ -563,7 +569,9 @@ $body$;
 -- A worker releases what the database says it holds and it does not know: claims whose reply was lost. None of it
 -- has started.
 CREATE FUNCTION {schema}.release_unknown(p_worker uuid, p_claims bigint[], p_exceptions bigint[]) RETURNS integer
-LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
+LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     v_id bigint;
     v_held bigint[];
@@ -587,7 +595,9 @@ $body$;
 -- many workers and deliveries. Nothing happens within half a lease of the server's start: then everybody is silent.
 CREATE FUNCTION {schema}.take_over(p_worker uuid, p_lease double precision, p_max_crashes integer,
                                    OUT workers integer, OUT deliveries integer)
-LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET jit = off AS $body$
+LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     v_dead record;
     v_claim record;
