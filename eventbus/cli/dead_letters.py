@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from eventbus.cli.options import Commands, Invocation
-from eventbus.cli.screen import Column, shown
+from eventbus.cli.screen import Column, counted, shown
 from eventbus.cli.session import Session, session
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def redrive(
             moved = admin.redrive(
                 current.connection, current.schema, chosen, progress=lambda step: progress(step, f"{step}")
             )
-    _report(invocation, "redriven", "back in their queues", moved, chosen, lost)
+    _report(invocation, "redriven", "back in the queue", moved, chosen, lost)
 
 
 def discard(
@@ -136,7 +136,7 @@ def discard(
     with session(invocation) as current:
         chosen = _chosen(current, ids, queue, topic, everything=everything)
         total, _ = admin.count(current.connection, current.schema, chosen)
-        if total and not invocation.screen.confirmed(f"delete {_letters(total)} for good?", yes=yes):
+        if total and not invocation.screen.confirmed(f"delete {counted(total, 'dead letter')} for good?", yes=yes):
             invocation.screen.note("nothing was deleted")
             raise typer.Exit(1)
         with invocation.screen.progress("discarding", total) as progress:
@@ -179,12 +179,12 @@ def _report(invocation: Invocation, verb: str, outcome: str, moved: list[int], c
     screen = invocation.screen
     screen.answer(
         {verb: moved, "missing": missing, "without_event": lost},
-        f"{_letters(len(moved))} {'is' if len(moved) == 1 else 'are'} {outcome}" if moved else f"nothing was {verb}",
+        f"{counted(len(moved), 'dead letter')} {outcome}" if moved else f"nothing was {verb}",
     )
     if missing:
         screen.note(f"no such dead letter, or not {verb}: {', '.join(map(str, missing))}")
     if lost:
-        screen.note(f"{_letters(lost)} had lost the event and stay; they can only be discarded")
+        screen.note(f"{counted(lost, 'dead letter')} without its event: stays, and can only be discarded")
     if missing or lost:
         raise typer.Exit(1)
 
@@ -197,10 +197,6 @@ def _letter_row(item: Letter) -> tuple[str | int | None, ...]:
     error = message_of(item.last_error)
     reason = f"{item.reason}: {error}" if error else item.reason
     return (item.id, item.queue, item.topic, event, f"{duration(age)} ago", item.attempts, reason)
-
-
-def _letters(count: int) -> str:
-    return f"{count:,} dead letter{'' if count == 1 else 's'}"
 
 
 def _letter_json(letter: Letter) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eventbus.cli.options import Commands, Invocation
-from eventbus.cli.screen import Column
+from eventbus.cli.screen import Column, counted
 from eventbus.cli.session import database
 from eventbus.errors import Unavailable
 
@@ -77,6 +77,9 @@ def _show_plan(invocation: Invocation, schema: str, pending: list[Migration]) ->
 
 
 def _show_applied(invocation: Invocation, schema: str, applied: list[str]) -> None:
-    steps = f"{len(applied)} step{'' if len(applied) == 1 else 's'}"
-    text = f"schema {schema} is ready: applied {steps}" if applied else f"schema {schema} is up to date"
+    text = (
+        f"schema {schema} is ready: applied {counted(len(applied), 'step')}"
+        if applied
+        else f"schema {schema} is up to date"
+    )
     invocation.screen.answer({"schema": schema, "applied": applied}, text)

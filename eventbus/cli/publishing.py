@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
 import typer
 
 from eventbus.cli.options import Commands, Invocation
+from eventbus.cli.screen import counted
 from eventbus.cli.session import session
 from eventbus.errors import EventBusError, PublishError
 
@@ -156,10 +157,14 @@ def _publish_file(invocation: Invocation, file: str, topic: str | None, batch: i
     with _opened(file) as (source, size), _publisher(invocation) as send:
         run = _FileRun(invocation, file, topic, send, skip_bad=skip_bad)
         lines = read_lines(source, topic)
-        with invocation.screen.progress(f"publishing {file}", size) as progress:
-            for part in batches(lines, batch):
-                run.publish(part)
-                progress(sum(line.size for line in part), f"{run.published:,} events")
+        try:
+            with invocation.screen.progress(f"publishing {file}", size) as progress:
+                for part in batches(lines, batch):
+                    run.publish(part)
+                    progress(sum(line.size for line in part), f"{run.published:,} events")
+        except KeyboardInterrupt:
+            invocation.screen.note(f"stopped; {run.so_far()}")
+            raise
     run.report()
 
 
@@ -201,7 +206,7 @@ class _FileRun:
             batch = self._checked(batch)
             bad = [line for line in batch if line.event is None]
             if not self._skip_bad:
-                raise PublishStopped(f"{self._file}, line {bad[0].number}: {bad[0].problem}; {self._so_far()}")
+                raise PublishStopped(f"{self._file}, line {bad[0].number}: {bad[0].problem}; {self.so_far()}")
             self._skipped += bad
             self._sent(batch)
         self._upto = batch[-1].number
@@ -226,11 +231,8 @@ class _FileRun:
         except psycopg.OperationalError as error:
             raise PublishStopped(
                 f"the server went away while lines {batch[0].number}-{batch[-1].number} were being committed, so they "
-                f"may be committed or not ({' '.join(str(error).split())}); before them, {self._so_far()}"
+                f"may be committed or not ({' '.join(str(error).split())}); before them, {self.so_far()}"
             ) from error
-        except KeyboardInterrupt:
-            self._invocation.screen.note(f"stopped; {self._so_far()}")
-            raise
         self.published += len(events)
         self._transactions += 1
         return True
@@ -242,24 +244,25 @@ class _FileRun:
             screen.note(f"{self._file}, line {line.number} left out: {line.problem}")
         if len(self._skipped) > _SKIPPED_SHOWN:
             screen.note(f"… and {len(self._skipped) - _SKIPPED_SHOWN} more")
-        skipped = f", left out {len(self._skipped):,} bad lines" if self._skipped else ""
+        skipped = f", left out {counted(len(self._skipped), 'bad line')}" if self._skipped else ""
         screen.answer(
             {
                 "published": self.published,
                 "transactions": self._transactions,
                 "skipped": [{"line": line.number, "problem": line.problem} for line in self._skipped],
             },
-            f"published {self.published:,} events in {self._transactions:,} transactions{skipped}",
+            f"published {counted(self.published, 'event')} in {counted(self._transactions, 'transaction')}{skipped}",
         )
         if self._skipped:
             raise typer.Exit(1)
 
-    def _so_far(self) -> str:
+    def so_far(self) -> str:
+        """What is committed, and how to go on."""
         if not self._upto:
             return "nothing is committed"
         source = "" if self._file == "-" else f" {self._file}"
         topic = f" {self._topic}" if self._topic else ""
         return (
-            f"{self.published:,} events of lines 1-{self._upto} are committed and nothing else; "
+            f"{counted(self.published, 'event')} of lines 1-{self._upto} and nothing else committed; "
             f"after a repair go on with: tail -n +{self._upto + 1}{source} | eventbus publish{topic} --file -"
         )

@@ -111,6 +111,11 @@ def _write(text: str) -> None:
         sys.stdout.write(line + "\n")
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 event``, ``2,000 events``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def shown(value: object) -> str:
     """A cell as plain text on one line, its control characters visible."""
     text = "" if value is None else str(value)
