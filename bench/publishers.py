@@ -80,7 +80,7 @@ def _published(server: Server, situation: str, seconds: float) -> Iterator[dict[
 def _block(connection: psycopg.Connection[Any], publish: Block, *, trigger: bool, asleep: bool) -> float:
     """Publish with or without the trigger; events per second."""
     if asleep:
-        line.run(connection, "SELECT setval('{s}.relay_sleep', 1)")
+        line.run(connection, "SELECT {s}.fall_asleep(86400)")
     if trigger:
         return publish()
     line.run(connection, f"ALTER TABLE {{s}}.outbox DISABLE TRIGGER {_TRIGGER}")

@@ -161,8 +161,8 @@ class RelayEngine(Protocol):
     async def resolve(self, version: int, routes: Mapping[str, Sequence[int]]) -> bool:
         """Store where topics go; false, and nothing stored, when the bindings are newer than ``version``."""
 
-    async def fall_asleep(self) -> bool:
-        """Ask publishers to wake us; true when one is in the middle of a transaction and may not."""
+    async def fall_asleep(self, seconds: float) -> bool:
+        """Ask publishers to wake us for that long; true when one is in the middle of a transaction and may not."""
 
     async def fire_due(self, limit: int) -> int:
         """Move due scheduled events to the outbox; returns how many."""

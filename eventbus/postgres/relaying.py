@@ -47,8 +47,8 @@ class PostgresRelay:
         [row] = await self._link.rows(self._calls["resolve"], (version, orjson.dumps(routes).decode()))
         return bool(row[0])
 
-    async def fall_asleep(self) -> bool:
-        [row] = await self._link.rows(self._calls["fall_asleep"])
+    async def fall_asleep(self, seconds: float) -> bool:
+        [row] = await self._link.rows(self._calls["fall_asleep"], (seconds,))
         return bool(row[0])
 
     async def fire_due(self, limit: int) -> int:

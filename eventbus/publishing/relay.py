@@ -17,7 +17,7 @@ from eventbus.transport import RelayEngine, StatementCancelled, Tick
 
 log = logging.getLogger("eventbus")
 
-_PACE = 0.002
+_PACE = 0.005
 """Least seconds from one small tick to the next, so that a stream of single events is relayed in groups."""
 _SMALL = 100
 """A tick of fewer events is a small one."""
@@ -64,12 +64,14 @@ class Relay:
         self._stopping = False
         self._look = _FIRST_LOOK
         self._asleep = False
+        self._renew = False
+        """A whole sleep is over: ask to be woken again before looking."""
         self._said_paused = False
 
     def wake(self) -> None:
         """Something was published."""
         self._look = _FIRST_LOOK
-        self._asleep = False
+        self._asleep = self._renew = False
         self._awake.set()
 
     def heard(self) -> None:
@@ -102,6 +104,8 @@ class Relay:
 
     async def _step(self) -> float:
         """One tick and what follows from it; the seconds from its start to the next one, unless woken."""
+        if self._renew:
+            await self._fall_asleep()
         tick = await self._engine.tick(self._batch)
         match tick.state:
             case "ticked":
@@ -143,15 +147,18 @@ class Relay:
         longest = self.poll_interval if tick.due_in is None else min(self.poll_interval, tick.due_in)
         if self._asleep:  # and the tick after falling asleep found nothing either
             self._asleep = False
-            self._sleeping = True
+            self._sleeping = self._renew = True
             return longest
         look, self._look = self._look, min(_LONGEST_LOOK, self._look * 2)
         if not self._notify or look == _FIRST_LOOK:
             return min(look, longest)  # events come in bursts: stay awake a little
-        if await self._engine.fall_asleep():
-            return min(look, longest)
-        self._asleep = True
-        return 0.0
+        return 0.0 if await self._fall_asleep() else min(look, longest)
+
+    async def _fall_asleep(self) -> bool:
+        """Ask to be woken; false when somebody is publishing who may not have seen it."""
+        self._renew = False
+        self._asleep = not await self._engine.fall_asleep(self.poll_interval)
+        return self._asleep
 
     async def _resolve(self, topics: Sequence[str]) -> None:
         version, bindings = await self._engine.bindings()

@@ -358,7 +358,7 @@ def consume_one(connection: psycopg.Connection, outcome: str) -> None:
         ).fetchall() == [(exception_id,)]
     connection.execute("SELECT eventbus.take_over(%s, 30, 3)", [worker])
     connection.execute("SELECT eventbus.release_unknown(%s, '{}', '{}')", [worker])
-    connection.execute("SELECT eventbus.fall_asleep()")
+    connection.execute("SELECT eventbus.fall_asleep(5)")
     connection.execute("SELECT eventbus.unregister_worker(%s)", [worker])
 
 

@@ -101,6 +101,7 @@ CREATE TABLE {schema}.deliveries (
     queue_id integer NOT NULL,
     lane integer NOT NULL,
     replay_id integer NOT NULL DEFAULT 0,
+    size integer NOT NULL,
     PRIMARY KEY (queue_id, lane, seq)
 );
 -- Finds the deliveries of one event (eventbus explain). Ids almost ascend, so ranges of blocks suffice.

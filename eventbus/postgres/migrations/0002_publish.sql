@@ -8,24 +8,29 @@ RETURN pg_catalog.hashtextextended(
     pg_catalog.format('eventbus %s %s %s %s',
         pg_catalog.to_regnamespace('{schema}')::oid, kind, queue_id, lane), 0);
 
--- 1: a relay sleeps and asks to be notified. 0: a relay is at work. A sequence, because its value is not MVCC:
--- a REPEATABLE READ publisher reads it fresh, and writing it leaves no dead rows.
+-- Until when a relay sleeps and asks to be notified, in whole seconds since 1970; 0: a relay is at work. A sequence,
+-- because its value is not MVCC: a REPEATABLE READ publisher reads it fresh, and writing it leaves no dead rows. It ends
+-- by itself, so that publishers do not notify for ever a relay that is gone.
 CREATE SEQUENCE {schema}.relay_sleep MINVALUE 0 START 0 NO CYCLE;
+GRANT SELECT ON SEQUENCE {schema}.relay_sleep TO PUBLIC;
 
 CREATE FUNCTION {schema}.wake_relay() RETURNS trigger
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
-    IF (SELECT s.last_value FROM {schema}.relay_sleep s) = 1 THEN
-        PERFORM pg_notify('{name}.relay', '');
-    END IF;
+    PERFORM pg_notify('{name}.relay', '');
     RETURN NULL;
 END
 $body$;
 
-CREATE TRIGGER wake_relay AFTER INSERT ON {schema}.outbox
-    FOR EACH STATEMENT EXECUTE FUNCTION {schema}.wake_relay();
-CREATE TRIGGER wake_relay AFTER INSERT ON {schema}.scheduled
-    FOR EACH STATEMENT EXECUTE FUNCTION {schema}.wake_relay();
+-- The condition is evaluated after the rows are inserted, and calls nothing of ours while the relay is awake.
+CREATE TRIGGER wake_relay AFTER INSERT ON {schema}.outbox FOR EACH STATEMENT
+    WHEN (pg_catalog.pg_sequence_last_value('{schema}.relay_sleep'::regclass)
+          > pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()))
+    EXECUTE FUNCTION {schema}.wake_relay();
+CREATE TRIGGER wake_relay AFTER INSERT ON {schema}.scheduled FOR EACH STATEMENT
+    WHEN (pg_catalog.pg_sequence_last_value('{schema}.relay_sleep'::regclass)
+          > pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()))
+    EXECUTE FUNCTION {schema}.wake_relay();
 
 -- UUIDv7 (RFC 9562): 48 bits of milliseconds, version, 74 random bits.
 CREATE FUNCTION {schema}.new_event_id() RETURNS uuid

@@ -111,14 +111,14 @@ BEGIN
         ) x (xid)
         WHERE pg_visible_in_snapshot(x.xid, v_window)
     ), fresh AS MATERIALIZED (
-        SELECT u.id, u.topic FROM (
-            (SELECT o.id, o.topic FROM {schema}.outbox o
+        SELECT u.id, u.topic, u.size FROM (
+            (SELECT o.id, o.topic, o.size FROM {schema}.outbox o
              WHERE o.id > greatest(v_last, t.ids_upto) AND o.id <= v_upto
                AND pg_visible_in_snapshot(o.xid, v_window)
              ORDER BY o.id LIMIT p_limit)
             UNION ALL
-            (SELECT o.id, o.topic FROM straggling x CROSS JOIN LATERAL (
-                SELECT o.id, o.topic FROM {schema}.outbox o
+            (SELECT o.id, o.topic, o.size FROM straggling x CROSS JOIN LATERAL (
+                SELECT o.id, o.topic, o.size FROM {schema}.outbox o
                 WHERE o.xid = x.xid AND o.id > v_last AND o.id <= t.ids_upto
                 ORDER BY o.id LIMIT p_limit) o)
         ) u
@@ -134,16 +134,16 @@ BEGIN
         FROM known p
         CROSS JOIN LATERAL (SELECT r.queue_id FROM {schema}.routes r WHERE r.topic_id = p.topic_id OFFSET 0) r
     ), resolved AS MATERIALIZED (
-        SELECT f.id, f.topic, p.topic_id, p.fanout,
+        SELECT f.id, f.topic, f.size, p.topic_id, p.fanout,
                row_number() OVER upto AS n,
                sum(coalesce(p.fanout, 0)) OVER upto AS copies,
                bool_or(p.topic_id IS NULL) OVER upto AS blocked
         FROM fresh f JOIN known p ON p.topic = f.topic
         WINDOW upto AS (ORDER BY f.id ROWS UNBOUNDED PRECEDING)
     ), taken AS MATERIALIZED (
-        SELECT r.id, r.topic_id, r.fanout FROM resolved r WHERE NOT r.blocked AND (r.copies <= p_limit OR r.n = 1)
+        SELECT r.id, r.size, r.topic_id, r.fanout FROM resolved r WHERE NOT r.blocked AND (r.copies <= p_limit OR r.n = 1)
     ), copies AS MATERIALIZED (
-        SELECT r.queue_id, k.id, row_number() OVER (PARTITION BY r.queue_id ORDER BY k.id) AS n
+        SELECT r.queue_id, k.id, k.size, row_number() OVER (PARTITION BY r.queue_id ORDER BY k.id) AS n
         FROM taken k JOIN targets r ON r.topic_id = k.topic_id
     ), newest AS MATERIALIZED (
         SELECT q.queue_id, coalesce((
@@ -151,8 +151,8 @@ BEGIN
             ORDER BY d.seq DESC LIMIT 1), 0) AS seq
         FROM (SELECT DISTINCT c.queue_id FROM copies c) q
     ), appended AS (
-        INSERT INTO {schema}.deliveries (queue_id, lane, seq, outbox_id)
-        SELECT c.queue_id, 0, w.seq + c.n, c.id
+        INSERT INTO {schema}.deliveries (queue_id, lane, seq, outbox_id, size)
+        SELECT c.queue_id, 0, w.seq + c.n, c.id, c.size
         FROM copies c JOIN newest w ON w.queue_id = c.queue_id
         ORDER BY c.queue_id, c.n
         RETURNING 1
@@ -172,7 +172,7 @@ BEGIN
         due_in := {schema}.next_due(p_due_from);
         RETURN;
     END IF;
-    IF (SELECT s.last_value FROM {schema}.relay_sleep s) = 1 THEN
+    IF (SELECT s.last_value FROM {schema}.relay_sleep s) > 0 THEN
         PERFORM setval('{schema}.relay_sleep'::regclass, 0);
     END IF;
     v_next := CASE WHEN v_new THEN pg_current_xact_id() ELSE t.window_next_xid END;
@@ -206,15 +206,15 @@ BEGIN ATOMIC
     ORDER BY s.due_at, s.id LIMIT 1;
 END;
 
--- Says that a relay goes to sleep. True when a publisher is in the middle of a transaction that may have seen the
--- relay awake: it holds a lock on the outbox, will not notify, and must be polled for.
-CREATE FUNCTION {schema}.fall_asleep() RETURNS boolean
+-- Says that a relay goes to sleep for p_seconds at most; it looks by itself within a second after that. True when a
+-- publisher is in the middle of a transaction that may have seen the relay awake: it holds a lock on the outbox, will
+-- not notify, and must be polled for.
+CREATE FUNCTION {schema}.fall_asleep(p_seconds double precision) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
     PERFORM set_config('synchronous_commit', 'off', true);
-    IF (SELECT s.last_value FROM {schema}.relay_sleep s) <> 1 THEN
-        PERFORM setval('{schema}.relay_sleep'::regclass, 1);
-    END IF;
+    PERFORM setval('{schema}.relay_sleep'::regclass,
+                   ceil(date_part('epoch', clock_timestamp()) + p_seconds)::bigint + 1);
     RETURN EXISTS (
         SELECT 1 FROM pg_locks l
         WHERE l.locktype = 'relation' AND l.mode = 'RowExclusiveLock' AND l.pid IS DISTINCT FROM pg_backend_pid()

@@ -91,6 +91,7 @@ DECLARE
     v_left bigint := p_bytes;
     v_bytes bigint;
     v_claim bigint;
+    v_first bigint;
     v_lo bigint;
     v_hi bigint;
 BEGIN
@@ -128,21 +129,22 @@ BEGIN
             SELECT c.hi FROM {schema}.claims c
             WHERE c.queue_id = v_lane.queue_id AND c.lane = v_lane.lane ORDER BY c.lo DESC LIMIT 1), 0)
         INTO v_lo;
-        SELECT min(r.seq), max(r.seq), max(r.bytes) INTO v_lo, v_hi, v_bytes FROM (
-            SELECT d.seq, sum(coalesce(d.size, 0)) OVER (ORDER BY d.seq ROWS UNBOUNDED PRECEDING) AS bytes,
-                   row_number() OVER (ORDER BY d.seq) AS n
-            FROM (
-                SELECT d.seq, (SELECT o.size FROM {schema}.outbox o WHERE o.id = d.outbox_id) AS size
+        SELECT min(d.seq), max(d.seq), sum(d.size) INTO v_first, v_hi, v_bytes FROM {schema}.deliveries d
+        WHERE d.queue_id = v_lane.queue_id AND d.lane = v_lane.lane
+          AND d.seq > v_lo AND d.seq <= v_lo + v_lane.most;
+        IF v_bytes > v_left THEN
+            SELECT max(r.seq), max(r.bytes) INTO v_hi, v_bytes FROM (
+                SELECT d.seq, sum(d.size) OVER (ORDER BY d.seq ROWS UNBOUNDED PRECEDING) AS bytes
                 FROM {schema}.deliveries d
-                WHERE d.queue_id = v_lane.queue_id AND d.lane = v_lane.lane AND d.seq > v_lo
-                ORDER BY d.seq LIMIT v_lane.most
-            ) d
-        ) r
-        WHERE r.bytes <= v_left OR (r.n = 1 AND v_claim IS NULL);
+                WHERE d.queue_id = v_lane.queue_id AND d.lane = v_lane.lane AND d.seq BETWEEN v_first AND v_hi
+            ) r
+            WHERE r.bytes <= v_left OR (r.seq = v_first AND v_claim IS NULL);
+        END IF;
         IF v_hi IS NULL THEN
             RETURN NEXT;
             CONTINUE;
         END IF;
+        v_lo := v_first;
         v_left := v_left - v_bytes;
         INSERT INTO {schema}.claims (token, worker_id, lo, hi, queue_id, lane)
         VALUES (p_token, p_worker, v_lo, v_hi, v_lane.queue_id, v_lane.lane)

@@ -20,7 +20,7 @@ SELECT {schema}.resolve_topics(%s, %s::json)
 
 -- name: fall_asleep
 -- Asks publishers to wake the relay.
-SELECT {schema}.fall_asleep()
+SELECT {schema}.fall_asleep(%s)
 
 -- name: fire_due
 -- Moves due scheduled events to the outbox.
