@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from eventbus.errors import ConfigurationError, EventBusError, PublishError
 from eventbus.event import Event
+from eventbus.publishing.outgoing import OutboxEvent
 from eventbus.retry import RetryPolicy
 from eventbus.transport import DeadLetter, Discard, Retry
 
@@ -39,6 +40,7 @@ __all__ = [
     "Event",
     "EventBus",
     "EventBusError",
+    "OutboxEvent",
     "PublishError",
     "Retry",
     "RetryPolicy",

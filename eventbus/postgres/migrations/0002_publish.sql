@@ -73,15 +73,19 @@ BEGIN
     IF publish.key IS NOT NULL AND octet_length(publish.key) NOT BETWEEN 1 AND 512 THEN
         RAISE invalid_parameter_value USING MESSAGE = 'eventbus: a key is 1 to 512 bytes of text';
     END IF;
+    IF publish.delay < interval '0' THEN
+        RAISE invalid_parameter_value USING MESSAGE = 'eventbus: a delay is not negative';
+    END IF;
     IF publish.headers IS NOT NULL THEN
         IF json_typeof(publish.headers) <> 'object' THEN
             RAISE invalid_parameter_value USING MESSAGE = 'eventbus: headers are a JSON object of strings';
         END IF;
         PERFORM 1 FROM json_each(publish.headers) h
-            WHERE json_typeof(h.value) <> 'string' OR h.key !~ '^[a-z0-9][a-z0-9._-]{0,127}$';
-        IF FOUND THEN
-            RAISE invalid_parameter_value USING MESSAGE =
-                'eventbus: header names are lower-case letters, digits, . _ or -, and their values are strings';
+            WHERE json_typeof(h.value) <> 'string' OR h.key !~ '^[a-z0-9][a-z0-9._-]{0,127}$'
+               OR octet_length(h.value::text) > 8194;
+        IF FOUND OR octet_length(publish.headers::text) > 32768 THEN
+            RAISE invalid_parameter_value USING MESSAGE = 'eventbus: header names are at most 128 lower-case letters,'
+                ' digits, . _ or -, their values are strings of at most 8 KiB, all together at most 32 KiB';
         END IF;
     END IF;
     IF publish.delay IS NULL THEN
