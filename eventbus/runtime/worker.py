@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,7 +79,7 @@ class Worker:
         """Work until stopped; returns the exit code.
 
         0 after a graceful stop. 1 after a forced one, a defect, or when not everything that was done could be settled
-        and will be done again.
+        and will be done again. To cancel it is a forced stop, too.
         Raises what ``open`` raises: a configuration that cannot work, or :class:`Unavailable`.
         """
         with _Signals(self.stop):
@@ -94,14 +94,16 @@ class Worker:
         """Wait for the parts to open; false when a stop came first."""
         task = asyncio.ensure_future(opening)
         stop = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if task.done():
-            task.result()
-            return True
-        task.cancel()
-        await asyncio.wait({task})
-        return False
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+                return True
+            return False
+        finally:
+            stop.cancel()
+            task.cancel()
+            await asyncio.wait({task})
 
     async def _work(self) -> int:
         parts = self._parts
@@ -118,15 +120,24 @@ class Worker:
         if self._until_idle:
             tasks.add(asyncio.create_task(self._watch_idle(), name="until-idle"))
         self._ready.set()
-        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._forced.set()  # whoever cancels does not want to wait
+            await self._shut_down(settling, tasks)
+            raise
         defect = _defect(ended)
+        settled = await self._shut_down(settling, tasks)
+        return 1 if defect or self._forced.is_set() or not settled else 0
+
+    async def _shut_down(self, settling: asyncio.Task[None], tasks: Iterable[asyncio.Task[Any]]) -> bool:
         settled = await self._drain(settling)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        parts.heart.stop()  # a heartbeat after the goodbye would bring the worker back
+        self._parts.heart.stop()  # a heartbeat after the goodbye would bring the worker back
         await self._say_goodbye()
-        return 1 if defect or self._forced.is_set() or not settled else 0
+        return settled
 
     async def _drain(self, settling: asyncio.Task[None]) -> bool:
         """Stop the relay and the consumer; false when not everything could be settled in time."""

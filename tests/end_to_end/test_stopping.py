@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 
 import pytest
 
+from eventbus import Event
 from tests.conftest import NewCluster
 from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene
 from tests.waiting import wait_until
@@ -161,3 +163,28 @@ def test_a_stop_while_it_waits_for_a_server_at_the_start_ends_at_once(new_scene:
     began = time.monotonic()
     assert consumer.terminate() == 0
     assert time.monotonic() - began < 2
+
+
+@one_server
+async def test_cancelling_the_task_that_runs_a_worker_gives_back_what_runs_and_leaves_nothing_running(
+    scene: Scene,
+) -> None:
+    scene.prepare(TASKS)
+    began = asyncio.Event()
+
+    @scene.bus.subscribe("#", name="tasks", concurrency=1)
+    async def handle(event: Event) -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    scene.publish("a", *[{}] * 5)
+    others = asyncio.all_tasks()
+    worker = asyncio.create_task(scene.bus.worker().run())
+    await began.wait()
+    worker.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await worker
+    assert asyncio.all_tasks() == others
+    assert scene.workers() == []
+    assert scene.check.standing("tasks").held == 0
+    assert scene.query("SELECT max(crashes), max(attempts) FROM eventbus.exceptions") == [(0, 0)]
