@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 
 from eventbus.consuming.holdings import Holdings
 from eventbus.consuming.queues import NEVER, QueueState
+from eventbus.consuming.solitude import Solitude
 from eventbus.errors import BusPaused, Unavailable
 from eventbus.transport import RELEASED, ConsumerEngine, Delivery, LeaseLost
 
@@ -49,6 +50,7 @@ class Fetcher:
         self._orphaned = False
         self._doubt: Literal["none", "routine", "strong"] = "none"
         self._polled_at = 0.0
+        self._solitude = Solitude()
 
     def wake(self, queue_ids: Iterable[int] | None = None) -> None:
         """Something was fed into these queues (``None``: any). Safe to call for queues that are not ours."""
@@ -107,7 +109,7 @@ class Fetcher:
             self._polled_at = now
             self.wake()
         self._holdings.news.clear()
-        if any(queue.crashed_at <= now for queue in self._queues.values()):
+        if self._solitude.not_before <= now and any(queue.crashed_at <= now for queue in self._queues.values()):
             return await self._fetch_alone()
         rooms = {
             queue_id: min(room, self._batch)
@@ -181,10 +183,10 @@ class Fetcher:
 
     async def _fetch_alone(self) -> float:
         """Run one delivery that was running when a worker died, with nothing else in this process."""
-        holdings = self._holdings
-        if holdings.leases:
-            return 0.05  # what runs now finishes first; each finished lease is news
-        now = time.monotonic()
+        holdings, now = self._holdings, time.monotonic()
+        if holdings.leases:  # what runs now finishes first; each finished lease is news
+            return 0.05 if self._solitude.worth_waiting(now) else 0.0
+        self._solitude.reached()
         rooms = {queue_id: 1 for queue_id, queue in self._queues.items() if queue.crashed_at <= now}
         if not await self._fetch_due(rooms, alone=True):
             for queue_id in rooms:
@@ -210,7 +212,7 @@ class Fetcher:
         earliest = self._polled_at + self.poll_interval
         for queue in self._queues.values():
             if queue.room(now) > 0:
-                earliest = min(earliest, queue.due_at, queue.crashed_at)
+                earliest = min(earliest, queue.due_at, max(queue.crashed_at, self._solitude.not_before))
                 if not queue.dry and self._budget() > 0:
                     return 0.0
         return max(0.0, earliest - now)
