@@ -1,0 +1,175 @@
+"""A storage engine for tests of the consumer: it does what the test says, and remembers what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from uuid import uuid4
+
+from eventbus.event import Event
+from eventbus.transport import Claimed, ClaimedDue, Delivery, Due, Lease
+
+
+@dataclass
+class Waiting:
+    """An exception: due at a time of the event loop's clock."""
+
+    payload: str
+    due_at: float = 0.0
+    attempts: int = 0
+    crashes: int = 0
+
+
+class ScriptedEngine:
+    """Implements ``ConsumerEngine`` over lists.
+
+    ``fresh[queue]`` and ``exceptions[queue]`` are what can be claimed. ``failures[call]`` are raised by the next calls.
+    ``hold(call)`` makes calls wait until the returned event is set.
+    """
+
+    def __init__(self) -> None:
+        self.fresh: dict[int, deque[str]] = defaultdict(deque)
+        self.exceptions: dict[int, list[Waiting]] = defaultdict(list)
+        self.failures: dict[str, deque[BaseException]] = defaultdict(deque)
+        self.lost: list[Lease] = []
+        """What ``settle`` is going to call lost."""
+        self.calls: Counter[str] = Counter()
+        self.order: list[str] = []
+        self.settled: list[tuple[str, str]] = []
+        """Payload and outcome of every delivery that was settled or recorded, in order."""
+        self.rooms: list[Mapping[int, int]] = []
+        self.budgets: list[int] = []
+        self.batches: list[int] = []
+        """How many leases each settle call had."""
+        self.busy: deque[bool] = deque()
+        self.known: list[set[Lease]] = []
+        self._payloads: dict[tuple[int, int], str] = {}
+        self._gates: dict[str, asyncio.Event] = {}
+        self._numbers = iter(range(1, 1_000_000))
+
+    def hold(self, call: str) -> asyncio.Event:
+        """Let these calls wait."""
+        self._gates[call] = asyncio.Event()
+        return self._gates[call]
+
+    async def called(self, call: str, times: int = 1) -> None:
+        """Wait until this was called so often."""
+        await self.until(lambda: self.calls[call] >= times)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until a condition holds."""
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, f"never came true; the calls were {self.order[-20:]}"
+            await asyncio.sleep(0.001)
+
+    async def register(self) -> None:
+        await self._enter("register")
+
+    async def unregister(self) -> None:
+        await self._enter("unregister")
+
+    async def claim(self, rooms: Mapping[int, int], max_bytes: int) -> Claimed:
+        self.rooms.append(dict(rooms))
+        self.budgets.append(max_bytes)
+        await self._enter("claim")
+        if self.busy and self.busy.popleft():
+            return Claimed({}, frozenset(rooms), frozenset(rooms))
+        claimed = {queue_id: self._claim(queue_id, room) for queue_id, room in rooms.items() if self.fresh[queue_id]}
+        return Claimed(claimed, frozenset(queue_id for queue_id in rooms if self.fresh[queue_id]))
+
+    def _claim(self, queue_id: int, room: int) -> list[Delivery]:
+        number = next(self._numbers)
+        lease = Lease(queue_id, uuid4(), asyncio.get_running_loop().time(), claim_id=number, lo=1, started=0)
+        deliveries: list[Delivery] = []
+        while self.fresh[queue_id] and len(deliveries) < room:
+            payload = self.fresh[queue_id].popleft()
+            lease.hi = len(deliveries) + 1
+            lease.size += len(payload)
+            self._payloads[number, lease.hi] = payload
+            deliveries.append(Delivery(_event(payload, 1), lease, lease.hi))
+        lease.unfinished = len(deliveries)
+        return deliveries
+
+    async def claim_due(self, rooms: Mapping[int, int], max_bytes: int, *, alone: bool) -> ClaimedDue:
+        await self._enter("claim_alone" if alone else "claim_due")
+        now = asyncio.get_running_loop().time()
+        deliveries: dict[int, list[Delivery]] = {}
+        for queue_id, room in rooms.items():
+            wanted = [one for one in self.exceptions[queue_id] if one.due_at <= now and bool(one.crashes) == alone]
+            for one in wanted[:room]:
+                self.exceptions[queue_id].remove(one)
+                deliveries.setdefault(queue_id, []).append(self._claim_exception(queue_id, one))
+        return ClaimedDue(deliveries, {queue_id: self._next(queue_id, now) for queue_id in rooms})
+
+    def _claim_exception(self, queue_id: int, one: Waiting) -> Delivery:
+        number = next(self._numbers)
+        now = asyncio.get_running_loop().time()
+        lease = Lease(queue_id, uuid4(), now, exception_id=number, crashes=one.crashes, unfinished=1)
+        self._payloads[number, 0] = one.payload
+        return Delivery(_event(one.payload, one.attempts + 1), lease, 0)
+
+    def _next(self, queue_id: int, now: float) -> Due:
+        plain = [one.due_at - now for one in self.exceptions[queue_id] if not one.crashes]
+        crashed = [one.due_at - now for one in self.exceptions[queue_id] if one.crashes]
+        return Due(min(plain, default=None), min(crashed, default=None))
+
+    async def settle(self, leases: Sequence[Lease]) -> Sequence[Lease]:
+        self.batches.append(len(leases))
+        await self._enter("settle")
+        lost = [lease for lease in leases if lease in self.lost]
+        for lease in leases:
+            if lease not in lost:
+                self._record(lease)
+        return lost
+
+    async def record_progress(self, lease: Lease) -> bool:
+        await self._enter("record_progress")
+        if lease in self.lost:
+            return False
+        self._record(lease)
+        lease.recorded.update(lease.done, (seq for seq, _ in lease.verdicts))
+        lease.done, lease.verdicts = [], []
+        return True
+
+    def _record(self, lease: Lease) -> None:
+        number = lease.claim_id or lease.exception_id
+        outcomes = [(seq, "done", 0.0) for seq in lease.done]
+        outcomes += [(seq, verdict.outcome, verdict.delay) for seq, verdict in lease.verdicts]
+        for seq, outcome, delay in sorted(outcomes):
+            payload = self._payloads[number, seq]
+            self.settled.append((payload, outcome))
+            if outcome == "retry":
+                due_at = asyncio.get_running_loop().time() + delay
+                self.exceptions[lease.queue_id].append(Waiting(payload, due_at, attempts=1))
+
+    async def release_unknown(self, known: Collection[Lease], *, thorough: bool) -> int:
+        self.known.append(set(known))
+        await self._enter("look at everything" if thorough else "look")
+        return 0
+
+    async def recover(self) -> None:
+        await self._enter("recover")
+
+    async def recover_settling(self) -> None:
+        await self._enter("recover_settling")
+
+    async def _enter(self, call: str) -> None:
+        self.calls[call] += 1
+        self.order.append(call)
+        if call in self._gates:
+            await self._gates[call].wait()
+        await asyncio.sleep(0)
+        if self.failures[call]:
+            raise self.failures[call].popleft()
+
+
+def _event(payload: str, attempt: int) -> Event:
+    return Event(
+        event_id=str(uuid4()), topic="a", payload=f'"{payload}"', headers=None, key=None,
+        published_at=datetime.now(UTC), queue="tests", attempt=attempt,
+    )  # fmt: skip
