@@ -50,7 +50,7 @@ def use_everything(session: Engine) -> None:
         session.settle_due(held[1:], "dead", reason="x")
         session.settle_due(session.claim_due(worker, SMALL), "done")
         session.rows("SELECT {bus}.held(%s, 0)", worker)
-        session.rows("SELECT {bus}.fall_asleep()")
+        session.fall_asleep()
         session.rows("DELETE FROM {bus}.workers WHERE id = ANY (%s)", [dead, worker])
 
 
@@ -77,8 +77,8 @@ def _fill_past(bus: Engine, veteran: UUID) -> None:
     )
     for queue, count in ((WAITING, ROWS), (SMALL, SMALL_BACKLOG)):
         bus.rows(
-            "INSERT INTO {bus}.deliveries (queue_id, lane, seq, outbox_id)"
-            " SELECT %s, 0, n, n FROM generate_series(1, %s) n",
+            "INSERT INTO {bus}.deliveries (queue_id, lane, seq, outbox_id, size)"
+            " SELECT %s, 0, n, n, 2 FROM generate_series(1, %s) n",
             queue,
             count,
         )

@@ -134,6 +134,10 @@ class Engine:
                 raise AssertionError(f"the relay cannot go on: {tick}")
         return ticks
 
+    def fall_asleep(self, seconds: float = 60.0) -> bool:
+        """Say that the relay sleeps; whether somebody may be about to commit who thinks that it is awake."""
+        return bool(self.value("SELECT {bus}.fall_asleep(%s)", seconds))
+
     def bindings(self) -> tuple[int, list[Row]]:
         """Version of the bindings, and (queue number, pattern) of each."""
         version = self.value("SELECT bindings_version FROM {bus}.bus")
@@ -263,11 +267,9 @@ class Engine:
 
     def take_over(self, worker: UUID, max_crashes: int = 3, lease: float | None = None) -> tuple[int, int]:
         """Take over who is silent; how many workers and deliveries. The lease: as long as the server is up."""
-        [row] = self.rows(
-            "SELECT workers, deliveries FROM {bus}.take_over(%s, coalesce(%s,"
-            " EXTRACT(EPOCH FROM clock_timestamp() - pg_postmaster_start_time())::double precision), %s)",
-            worker,
-            lease,
-            max_crashes,
-        )
+        if lease is None:
+            lease = self.value(
+                "SELECT EXTRACT(EPOCH FROM clock_timestamp() - pg_postmaster_start_time())::double precision"
+            )
+        [row] = self.rows("SELECT workers, deliveries FROM {bus}.take_over(%s, %s, %s)", worker, lease, max_crashes)
         return row[0], row[1]

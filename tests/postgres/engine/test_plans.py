@@ -121,7 +121,7 @@ CASES = {
         "SELECT {bus}.release_unknown(%s, ARRAY[%s::bigint], '{}')", lambda e, w: (w, claimed(e, w)[0])
     ),
     "fire_due": Case(f"SELECT * FROM {{bus}}.fire_due({BATCH}, '-infinity')", lambda e, w: ()),
-    "fall_asleep": Case("SELECT {bus}.fall_asleep()", lambda e, w: ()),
+    "fall_asleep": Case("SELECT {bus}.fall_asleep(5)", lambda e, w: ()),
 }
 
 
