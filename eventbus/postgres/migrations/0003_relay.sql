@@ -206,15 +206,16 @@ BEGIN ATOMIC
     ORDER BY s.due_at, s.id LIMIT 1;
 END;
 
--- Says that a relay goes to sleep for p_seconds at most; it looks by itself within a second after that. True when a
--- publisher is in the middle of a transaction that may have seen the relay awake: it holds a lock on the outbox, will
--- not notify, and must be polled for.
+-- Says that a relay goes to sleep for p_seconds at most; it looks by itself within a second after that. Where several
+-- sleep, the longest sleep counts. True when a publisher is in the middle of a transaction that may have seen the relay
+-- awake: it holds a lock on the outbox, will not notify, and must be polled for.
 CREATE FUNCTION {schema}.fall_asleep(p_seconds double precision) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
     PERFORM set_config('synchronous_commit', 'off', true);
     PERFORM setval('{schema}.relay_sleep'::regclass,
-                   ceil(date_part('epoch', clock_timestamp()) + p_seconds)::bigint + 1);
+                   greatest(s.last_value, ceil(date_part('epoch', clock_timestamp()) + p_seconds)::bigint + 1))
+    FROM {schema}.relay_sleep s;
     RETURN EXISTS (
         SELECT 1 FROM pg_locks l
         WHERE l.locktype = 'relation' AND l.mode = 'RowExclusiveLock' AND l.pid IS DISTINCT FROM pg_backend_pid()
