@@ -69,7 +69,7 @@ def test_depths_are_read_without_counting_the_deliveries(line: Line) -> None:
     line.publish()
     line.relay()
     line.conn.execute(
-        "INSERT INTO eventbus.deliveries (queue_id, lane, seq, outbox_id) SELECT %s, 0, g, 1"
+        "INSERT INTO eventbus.deliveries (queue_id, lane, seq, outbox_id, size) SELECT %s, 0, g, 1, 2"
         " FROM generate_series(2, 20000) g",
         [line.numbers["ledger"]],
     )

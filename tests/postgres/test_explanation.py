@@ -228,8 +228,8 @@ def test_one_event_among_many_is_found_without_reading_all_deliveries(line: Line
     line.publish()
     line.relay()
     line.conn.execute(
-        "INSERT INTO eventbus.deliveries (queue_id, lane, seq, outbox_id)"
-        " SELECT %s, 0, g, 100 + g FROM generate_series(2, 100000) g",
+        "INSERT INTO eventbus.deliveries (queue_id, lane, seq, outbox_id, size)"
+        " SELECT %s, 0, g, 100 + g, 2 FROM generate_series(2, 100000) g",
         [line.numbers["ledger"]],
     )
     line.conn.execute("SELECT brin_summarize_new_values('eventbus.deliveries_outbox')")

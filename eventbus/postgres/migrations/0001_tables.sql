@@ -149,7 +149,8 @@ CREATE TABLE {schema}.settlements (
     settled_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp()
 );
 
--- Deliveries that left the happy path. A row with range_hi stands for seq..range_hi, none of which ever started.
+-- Deliveries that left the happy path. A row with range_hi stands for seq..range_hi, none of which ever started. One
+-- that may have killed workers runs alone in its process.
 CREATE TABLE {schema}.exceptions (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     due_at timestamptz NOT NULL,
@@ -161,6 +162,7 @@ CREATE TABLE {schema}.exceptions (
     replay_id integer NOT NULL DEFAULT 0,
     attempts integer NOT NULL DEFAULT 0,
     crashes integer NOT NULL DEFAULT 0,
+    alone boolean NOT NULL DEFAULT false,
     state text NOT NULL DEFAULT 'waiting' CHECK (state IN ('waiting', 'parked', 'claimed')),
     key text COLLATE "C",
     token uuid,
@@ -172,8 +174,8 @@ CREATE TABLE {schema}.exceptions (
     CHECK ((range_hi IS NULL) = (outbox_id IS NOT NULL)),
     CHECK (range_hi >= seq)
 ) WITH (fillfactor = 75);
-CREATE INDEX exceptions_due ON {schema}.exceptions (queue_id, due_at, id) WHERE state = 'waiting' AND crashes = 0;
-CREATE INDEX exceptions_crashed ON {schema}.exceptions (queue_id, due_at, id) WHERE state = 'waiting' AND crashes > 0;
+CREATE INDEX exceptions_due ON {schema}.exceptions (queue_id, due_at, id) WHERE state = 'waiting' AND NOT alone;
+CREATE INDEX exceptions_alone ON {schema}.exceptions (queue_id, due_at, id) WHERE state = 'waiting' AND alone;
 CREATE INDEX exceptions_worker ON {schema}.exceptions (worker_id, id) WHERE state = 'claimed';
 
 -- Deliveries that gave up, each with its whole event.

@@ -165,7 +165,7 @@ $body$;
 
 -- Claims exceptions that are due: at most p_limits[i] of p_queues[i], at most p_bytes of payload in all (at least
 -- one). p_from[i] is where to start looking; the low end of the index is where the dead rows are. p_alone: only one,
--- and only one that was running when a worker died.
+-- and only one that must run alone.
 -- A row without exception_id tells of queue_id: due_in, seconds until its next exception is due (negative: more are
 -- due now; null: none waits), and crashed_in, the same for those that must run alone.
 CREATE FUNCTION {schema}.claim_due(p_worker uuid, p_token uuid, p_queues integer[], p_limits integer[],
@@ -195,11 +195,11 @@ BEGIN
         IF p_alone THEN
             v_found := EXISTS (
                 SELECT 1 FROM {schema}.exceptions e WHERE e.queue_id = v_queue.id AND e.state = 'waiting'
-                AND e.crashes > 0 AND e.due_at <= clock_timestamp());
+                AND e.alone AND e.due_at <= clock_timestamp());
         ELSE
             v_found := EXISTS (
                 SELECT 1 FROM {schema}.exceptions e WHERE e.queue_id = v_queue.id AND e.state = 'waiting'
-                AND e.crashes = 0 AND e.due_at >= v_queue.start AND e.due_at <= clock_timestamp());
+                AND NOT e.alone AND e.due_at >= v_queue.start AND e.due_at <= clock_timestamp());
         END IF;
         IF v_found AND v_queue.most > 0 AND v_left > 0 THEN
             IF NOT v_live THEN
@@ -207,7 +207,7 @@ BEGIN
                 v_live := true;
             END IF;
             IF p_alone THEN
-                v_locked := {schema}.lock_crashed(v_queue.id);
+                v_locked := {schema}.lock_alone(v_queue.id);
             ELSE
                 v_locked := {schema}.lock_due(p_worker, p_token, v_queue.id, v_queue.most, v_queue.start);
             END IF;
@@ -238,12 +238,12 @@ BEGIN
             SELECT NULL::bigint, v_queue.id,
                    (SELECT EXTRACT(EPOCH FROM e.due_at - clock_timestamp())::double precision
                     FROM {schema}.exceptions e
-                    WHERE e.queue_id = v_queue.id AND e.state = 'waiting' AND e.crashes = 0
+                    WHERE e.queue_id = v_queue.id AND e.state = 'waiting' AND NOT e.alone
                       AND e.due_at >= v_queue.start
                     ORDER BY e.due_at, e.id LIMIT 1),
                    (SELECT EXTRACT(EPOCH FROM e.due_at - clock_timestamp())::double precision
                     FROM {schema}.exceptions e
-                    WHERE e.queue_id = v_queue.id AND e.state = 'waiting' AND e.crashes > 0
+                    WHERE e.queue_id = v_queue.id AND e.state = 'waiting' AND e.alone
                     ORDER BY e.due_at, e.id LIMIT 1),
                    NULL::integer, NULL::integer, NULL::timestamptz, NULL::integer, NULL::text, NULL::text, NULL::text,
                    NULL::text, NULL::text, NULL::timestamptz;
@@ -251,15 +251,15 @@ BEGIN
 END
 $body$;
 
--- Locks one exception that was running when a worker died.
-CREATE FUNCTION {schema}.lock_crashed(p_queue integer) RETURNS bigint[]
+-- Locks one exception that must run alone.
+CREATE FUNCTION {schema}.lock_alone(p_queue integer) RETURNS bigint[]
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
 SET plan_cache_mode = force_generic_plan AS $body$
 BEGIN
     RETURN ARRAY(
         SELECT e.id FROM {schema}.exceptions e
-        WHERE e.queue_id = p_queue AND e.state = 'waiting' AND e.crashes > 0 AND e.due_at <= clock_timestamp()
+        WHERE e.queue_id = p_queue AND e.state = 'waiting' AND e.alone AND e.due_at <= clock_timestamp()
         ORDER BY e.due_at, e.id LIMIT 1 FOR UPDATE SKIP LOCKED);
 END
 $body$;
@@ -279,7 +279,7 @@ DECLARE
 BEGIN
     FOR v_row IN
         SELECT e.id, e.lane, e.seq, e.range_hi, e.due_at FROM {schema}.exceptions e
-        WHERE e.queue_id = p_queue AND e.state = 'waiting' AND e.crashes = 0
+        WHERE e.queue_id = p_queue AND e.state = 'waiting' AND NOT e.alone
           AND e.due_at >= p_from AND e.due_at <= clock_timestamp()
         ORDER BY e.due_at, e.id LIMIT p_limit FOR UPDATE SKIP LOCKED
     LOOP
@@ -492,6 +492,12 @@ BEGIN ATOMIC
     SELECT 'exception', e.id FROM {schema}.exceptions e WHERE e.worker_id = p_worker AND e.state = 'claimed';
 END;
 
+-- Whether a delivery with so many crashes must have a process for itself: from the second one on, so that a single kill
+-- of a worker costs no speed, and in time for the innocent ones, which run well alone and so never reach the last.
+CREATE FUNCTION {schema}.must_run_alone(p_crashes integer, p_max_crashes integer) RETURNS boolean
+LANGUAGE sql IMMUTABLE
+RETURN p_crashes > 0 AND p_crashes >= least(2, p_max_crashes - 1);
+
 -- Ends a claim on behalf of a worker that no longer works on it. Deliveries up to p_started come back as crashed,
 -- or die at the p_max_crashes-th crash; the rest comes back as ranges that never started. p_started null: as if all
 -- had started. Deliveries that the worker has recorded stay as recorded. Returns how many came back or died.
@@ -515,8 +521,9 @@ BEGIN
         RETURNING seq
     )
     SELECT coalesce(array_agg(l.seq ORDER BY l.seq), '{}') INTO v_lost FROM lost l;
-    INSERT INTO {schema}.exceptions (due_at, seq, outbox_id, queue_id, lane, replay_id, crashes, key)
+    INSERT INTO {schema}.exceptions (due_at, seq, outbox_id, queue_id, lane, replay_id, crashes, alone, key)
     SELECT clock_timestamp(), d.seq, d.outbox_id, c.queue_id, c.lane, d.replay_id, 1,
+           {schema}.must_run_alone(1, p_max_crashes),
            (SELECT o.key FROM {schema}.outbox o WHERE o.id = d.outbox_id)
     FROM unnest(v_lost) AS l (seq)
     CROSS JOIN LATERAL (
@@ -562,7 +569,8 @@ BEGIN
     DELETE FROM {schema}.exceptions e
     WHERE e.id = ANY (p_ids) AND p_crashes > 0 AND e.crashes + p_crashes >= p_max_crashes;
     UPDATE {schema}.exceptions e SET state = 'waiting', token = NULL, worker_id = NULL,
-        due_at = clock_timestamp(), crashes = e.crashes + p_crashes
+        due_at = clock_timestamp(), crashes = e.crashes + p_crashes,
+        alone = {schema}.must_run_alone(e.crashes + p_crashes, p_max_crashes)
     WHERE e.id = ANY (p_ids);
     RETURN cardinality(p_ids);
 END

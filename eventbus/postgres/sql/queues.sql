@@ -7,7 +7,7 @@ WITH kept AS MATERIALIZED (
            coalesce(sum(coalesce(e.range_hi, e.seq) - e.seq + 1) FILTER (WHERE e.fresh), 0) AS waiting,
            count(*) FILTER (WHERE e.state = 'claimed') AS running,
            count(*) FILTER (WHERE e.state <> 'claimed' AND NOT e.fresh) AS retrying,
-           min(e.outbox_id) FILTER (WHERE e.fresh) AS oldest_single,
+           min(e.outbox_id) FILTER (WHERE e.state <> 'claimed') AS oldest_single,
            min(e.seq) FILTER (WHERE e.fresh AND e.range_hi IS NOT NULL) AS oldest_range
     FROM (SELECT x.*, x.state <> 'claimed' AND x.attempts = 0 AND x.crashes = 0 AS fresh
           FROM {schema}.exceptions x) e

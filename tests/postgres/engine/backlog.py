@@ -40,7 +40,7 @@ def use_everything(session: Engine) -> None:
         claim = session.claimed(dead, SMALL, 1)
         session.beat(dead, {claim.id: claim.lo}, open_from=claim.id)
         session.fall_silent(dead)
-        session.take_over(worker)
+        session.take_over(worker, max_crashes=2)
         session.settle_due(session.claim_due(worker, SMALL, alone=True), "done")
         claim = session.claimed(worker, SMALL)
         session.record(claim, done=[claim.lo], outcomes=[{"seq": claim.lo + 1, "outcome": "retry"}])
@@ -92,8 +92,8 @@ def _fill_past(bus: Engine, veteran: UUID) -> None:
     )
     bus.rows("INSERT INTO {bus}.settlements (claim_id, kind) SELECT n, 'settled' FROM generate_series(1, %s) n", ROWS)
     bus.rows(
-        "INSERT INTO {bus}.exceptions (due_at, seq, outbox_id, queue_id, lane, attempts, crashes)"
-        " SELECT clock_timestamp() - interval '1 hour' + n * interval '1 ms', n, n, %s, 0, 1, n %% 2"
+        "INSERT INTO {bus}.exceptions (due_at, seq, outbox_id, queue_id, lane, attempts, crashes, alone)"
+        " SELECT clock_timestamp() - interval '1 hour' + n * interval '1 ms', n, n, %s, 0, 1, n %% 2, n %% 2 = 1"
         " FROM generate_series(1, %s) n",
         RETRYING,
         EXCEPTIONS,

@@ -94,7 +94,7 @@ def test_a_worker_that_lost_a_retry_settles_nothing_of_its_next_owner(bus: Engin
     bus.fall_silent(zombie)
     assert bus.take_over(worker) == (1, 1)
     assert bus.settle_due(lost, "dead", reason="late") == set()
-    [held] = bus.claim_due(worker, 1, alone=True)
+    [held] = bus.claim_due(worker, 1)
     assert (held.id, held.attempts, held.crashes) == (lost[0].id, 1, 1)
     assert bus.settle_due(lost, "done") == set()
     assert bus.settle_due([held], "done") == {held.id}
@@ -139,8 +139,7 @@ def test_a_worker_that_dies_with_a_part_of_a_released_range_loses_no_part_of_it(
     bus.claim_due(dead, 1, 2)
     bus.fall_silent(dead)
     bus.take_over(worker)
-    first, second = (bus.claim_due(worker, 1, alone=True)[0] for _ in range(2))
-    assert [first.event_id, second.event_id, *(one.event_id for one in bus.claim_due(worker, 1))] == events
+    assert sorted(one.event_id for one in bus.claim_due(worker, 1)) == sorted(events)
 
 
 def test_what_does_not_fit_into_the_memory_granted_waits_and_is_not_held_by_a_worker_that_never_got_it(
@@ -172,9 +171,7 @@ def test_a_retry_whose_event_the_outbox_no_longer_has_is_reported_and_not_skippe
 
 def test_a_scheduled_event_becomes_an_event_when_it_is_due_and_only_once(bus: Engine, session: NewSession) -> None:
     bus.rows("SELECT {bus}.publish('orders.created', '{}', delay => interval '1 hour')")
-    soon = bus.column(
-        "SELECT {bus}.publish('orders.created', '{}', delay => interval '-1 s') FROM generate_series(1, 3)"
-    )
+    soon = bus.column("SELECT {bus}.publish('orders.created', '{}', delay => interval '0') FROM generate_series(1, 3)")
     assert (bus.tick().due_in or 0) < 0
     other = session()
     fire = "SELECT fired FROM {bus}.fire_due(%s, '-infinity')"

@@ -60,7 +60,7 @@ def go_all_the_way(engine: Engine, queue: int) -> None:
     taken = engine.claimed(dead, queue, 1)
     engine.beat(dead, {taken.id: taken.lo}, open_from=taken.id)
     engine.rows("SELECT {bus}.unregister_worker(%s)", dead)
-    assert engine.take_over(worker, lease=0.1) == (1, 1)
+    assert engine.take_over(worker, lease=0.1, max_crashes=2) == (1, 1)
     assert len(engine.settle_due(engine.claim_due(worker, queue, alone=True), "done")) == 1
     claim = engine.claimed(worker, queue)
     assert engine.record(claim, done=[2], outcomes=[{"seq": 3, "outcome": "retry", "delay": 0}])

@@ -65,7 +65,7 @@ def test_an_event_that_kills_its_workers_ends_as_a_dead_letter_with_its_whole_ev
     claimed(bus, first := bus.register(), 1)
     for number, doomed in enumerate([first, bus.register(), bus.register()], 1):
         if number > 1:
-            [held] = bus.claim_due(doomed, 1, alone=True)
+            [held] = bus.claim_due(doomed, 1, alone=number > 2)
             assert held.crashes == number - 1
         bus.fall_silent(doomed)
         assert bus.take_over(bus.register()) == (1, 1)
@@ -85,15 +85,29 @@ def test_the_first_crash_is_the_last_where_one_is_the_limit(bus: Engine) -> None
     assert bus.rows("SELECT seq, crashes, topic FROM {bus}.dead_letters") == [(1, 1, "orders.created")]
 
 
-def test_an_event_that_was_running_in_a_crash_runs_alone_afterwards(bus: Engine) -> None:
+def test_a_single_crash_costs_no_speed_what_was_running_runs_on_with_the_others(bus: Engine) -> None:
     dead = bus.register()
     claim = claimed(bus, dead, 3)
     bus.beat(dead, {claim.id: 2})
     bus.fall_silent(dead)
     worker = bus.register()
     bus.take_over(worker)
-    assert [held.crashes for held in bus.claim_due(worker, 1)] == [0]
-    assert [held.crashes for held in bus.claim_due(worker, 1, 100, alone=True)] == [1]
+    assert bus.claim_due(worker, 1, alone=True) == []
+    assert [held.crashes for held in bus.claim_due(worker, 1)] == [1, 1, 0]
+
+
+@pytest.mark.parametrize(("limit", "crashes"), [(3, 2), (9, 2), (2, 1)])
+def test_what_was_running_in_the_last_crash_but_one_or_the_second_runs_alone_and_so_hurts_nobody_again(
+    bus: Engine, limit: int, crashes: int
+) -> None:
+    claimed(bus, doomed := bus.register(), 2)
+    for number in range(1, crashes + 1):
+        bus.fall_silent(doomed)
+        bus.take_over(worker := bus.register(), max_crashes=limit)
+        if number < crashes:
+            assert len(bus.claim_due(doomed := worker, 1)) == 2
+    assert bus.claim_due(worker, 1) == []
+    assert [held.crashes for held in bus.claim_due(worker, 1, 100, alone=True)] == [crashes]
     assert len(bus.claim_due(worker, 1, 100, alone=True)) == 1
 
 
