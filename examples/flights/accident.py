@@ -42,7 +42,7 @@ class Accident:
             self.over = True
             self._say(
                 f"{standing.seconds - killed_at:.1f} s after the kill: process {pid} is taken for dead, what it held "
-                "waits again; what it may have been running now runs one at a time, as it may be what ended it"
+                "waits again"
             )
 
     def _kill(self, pid: int, standing: Standing) -> None:

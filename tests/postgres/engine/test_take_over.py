@@ -100,12 +100,15 @@ def test_a_single_crash_costs_no_speed_what_was_running_runs_on_with_the_others(
 def test_what_was_running_in_the_last_crash_but_one_or_the_second_runs_alone_and_so_hurts_nobody_again(
     bus: Engine, limit: int, crashes: int
 ) -> None:
-    claimed(bus, doomed := bus.register(), 2)
+    worker = bus.register()
+    claimed(bus, worker, 2)
     for number in range(1, crashes + 1):
-        bus.fall_silent(doomed)
-        bus.take_over(worker := bus.register(), max_crashes=limit)
+        bus.fall_silent(worker)
+        worker = bus.register()
+        bus.take_over(worker, max_crashes=limit)
         if number < crashes:
-            assert len(bus.claim_due(doomed := worker, 1)) == 2
+            taken = bus.claim_due(worker, 1)
+            assert len(taken) == 2
     assert bus.claim_due(worker, 1) == []
     assert [held.crashes for held in bus.claim_due(worker, 1, 100, alone=True)] == [crashes]
     assert len(bus.claim_due(worker, 1, 100, alone=True)) == 1
