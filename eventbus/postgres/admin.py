@@ -30,8 +30,10 @@ class NotFound(EventBusError):
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """One queue and what of it is still to do. ``oldest_age``: seconds since the oldest event was
-    published that waits, retries included."""
+    """One queue and what of it is still to do.
+
+    ``oldest_age``: seconds since the oldest event was published that waits, retries included.
+    """
 
     number: int
     name: str
