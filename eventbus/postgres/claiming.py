@@ -18,7 +18,7 @@ from eventbus.postgres.statements import Statements
 from eventbus.transport import Claimed, ClaimedDue, Delivery, Due, Lease, Verdict
 
 _EVERYTHING: Final = datetime(1, 1, 1, tzinfo=UTC)
-_SWEEP_SECONDS = 2.0
+_SWEEP_SECONDS = 1.0
 """How often to look for exceptions from the low end on; in between only from the last one that was due."""
 
 

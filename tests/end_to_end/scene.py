@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pytest
 
 from eventbus.bus import EventBus
 from eventbus.settings import load
@@ -18,6 +19,8 @@ from tests.waiting import wait_until
 
 LEASE = 1.0
 FAST_RETRY = {"first": 0.05, "factor": 1.0, "jitter": False}
+one_server = pytest.mark.parametrize("major", [18], indirect=True)
+"""For what does not depend on the server's version."""
 
 
 class Scene:

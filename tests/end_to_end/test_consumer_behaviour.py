@@ -19,10 +19,9 @@ import pytest
 from eventbus import DeadLetter, Discard, Event, Retry, RetryPolicy
 from eventbus.event import current_event
 from tests.end_to_end.checker import Letter
-from tests.end_to_end.scene import FAST_RETRY, Scene
+from tests.end_to_end.scene import FAST_RETRY, Scene, one_server
 
 TWICE = RetryPolicy(max_attempts=2, first=0.02, factor=1.0, jitter=False)
-one_server = pytest.mark.parametrize("major", [15], indirect=True)
 
 
 async def consume(scene: Scene) -> None:
@@ -282,6 +281,7 @@ class Order(pydantic.BaseModel):
     number: int
 
 
+@one_server
 async def test_a_payload_that_does_not_fit_is_a_dead_letter_at_once_with_the_reason(scene: Scene) -> None:
     prepare(scene, "typed")
     seen: list[int] = []
@@ -342,6 +342,7 @@ async def test_outcomes_that_a_handler_returns_are_obeyed(scene: Scene, kind: st
     assert 0.3 <= second - first < 1.5
 
 
+@one_server
 async def test_an_event_gets_exactly_the_attempts_of_its_policy_at_its_policys_times(scene: Scene) -> None:
     prepare(scene, "tries", "once")
     tried: dict[str, list[tuple[int, float]]] = defaultdict(list)

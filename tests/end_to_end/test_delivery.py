@@ -12,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 
-from tests.end_to_end.scene import FAST_RETRY, Scene
+from tests.end_to_end.scene import FAST_RETRY, Scene, one_server
 from tests.waiting import wait_until
 
 QUEUE = {"name": "all", "pattern": "#", "retry": FAST_RETRY}
 OTHER = {"name": "other", "pattern": "#", "sync": True, "retry": FAST_RETRY}
 
 
+@one_server
 def test_a_retry_that_a_peer_stored_late_is_not_left_to_the_next_poll(scene: Scene) -> None:
     scene.prepare(QUEUE)
     with psycopg.connect(scene.dsn) as peer:
@@ -49,6 +50,7 @@ def test_a_retry_that_a_peer_stored_late_is_not_left_to_the_next_poll(scene: Sce
     assert consumer.terminate() == 0
 
 
+@one_server
 def test_until_idle_waits_for_retries_that_are_not_due_yet(scene: Scene) -> None:
     queue = QUEUE | {"retry": {"first": 0.7, "factor": 1.0, "jitter": False}}
     scene.prepare(queue)
@@ -58,6 +60,7 @@ def test_until_idle_waits_for_retries_that_are_not_due_yet(scene: Scene) -> None
     scene.check.verify_attempts("all")
 
 
+@one_server
 def test_until_idle_waits_for_a_publisher_that_commits_late(scene: Scene) -> None:
     scene.prepare(QUEUE)
     with psycopg.connect(scene.dsn) as publisher:
@@ -74,6 +77,7 @@ def test_until_idle_waits_for_a_publisher_that_commits_late(scene: Scene) -> Non
     assert late in scene.check.successes("all")
 
 
+@one_server
 def test_until_idle_waits_for_what_a_killed_peer_has_left_and_for_what_a_living_one_is_doing(scene: Scene) -> None:
     scene.prepare(QUEUE, OTHER)
     killed = scene.consume(QUEUE, concurrency=2)
@@ -91,6 +95,7 @@ def test_until_idle_waits_for_what_a_killed_peer_has_left_and_for_what_a_living_
     assert {entry.pid for entry in scene.check.entries("other")} == {peer.pid}
 
 
+@one_server
 def test_until_idle_ends_at_once_when_there_is_nothing(scene: Scene) -> None:
     scene.prepare(QUEUE)
     began = time.monotonic()
@@ -98,6 +103,7 @@ def test_until_idle_ends_at_once_when_there_is_nothing(scene: Scene) -> None:
     assert time.monotonic() - began < 2
 
 
+@one_server
 def test_txn_01_a_handler_starts_only_after_the_outer_commit_and_finds_the_rows(scene: Scene) -> None:
     scene.prepare(QUEUE)
     scene.consume(QUEUE)
@@ -119,6 +125,7 @@ def test_txn_01_a_handler_starts_only_after_the_outer_commit_and_finds_the_rows(
     assert set(scene.check.runs("all").values()) == {1}, "the first attempt did not find its row"
 
 
+@one_server
 def test_txn_01_a_rolled_back_transaction_delivers_nothing(scene: Scene) -> None:
     scene.prepare(QUEUE)
     scene.consume(QUEUE)
@@ -174,6 +181,7 @@ async def publish_at_random(scene: Scene, chance: random.Random, until: float) -
                 await connection.commit()
 
 
+@one_server
 def test_ntf_01_publishing_does_not_depend_on_the_size_of_events_or_on_how_many_there_are(scene: Scene) -> None:
     scene.prepare(QUEUE)
     scene.consume(QUEUE)
@@ -214,6 +222,7 @@ def test_ntf_03_the_notification_queue_drains_and_the_listener_is_never_in_a_tra
     wait_until(lambda: scene.query("SELECT pg_notification_queue_usage()") == [(0.0,)])
 
 
+@one_server
 def test_ntf_08_no_event_waits_for_a_poll_while_claims_heartbeats_and_retries_run(scene: Scene) -> None:
     scene.prepare(QUEUE, OTHER)
     consumer = scene.consume(QUEUE, OTHER, poll_interval=600)
@@ -244,6 +253,7 @@ def test_dup_10_retries_that_are_due_at_once_are_tried_once_each_by_consumers_th
     assert all(process.exit_code() is None for process in relays + consumers)
 
 
+@one_server
 def test_prc_05_a_bus_made_before_a_fork_publishes_and_consumes_in_parent_and_children(scene: Scene) -> None:
     scene.prepare(QUEUE)
     parent = scene.start("fork", journal=str(scene.journal), queue=QUEUE, settings=scene.settings(), children=6)
@@ -253,6 +263,7 @@ def test_prc_05_a_bus_made_before_a_fork_publishes_and_consumes_in_parent_and_ch
     assert "Traceback" not in parent.log
 
 
+@one_server
 def test_scl_01_idle_consumers_of_other_queues_and_other_relays_do_not_ask_for_every_event(scene: Scene) -> None:
     queues = [{"name": name, "pattern": f"{name}.#"} for name in ("a", "b", "c")]
     scene.prepare(*queues)

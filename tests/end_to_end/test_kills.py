@@ -9,7 +9,7 @@ from collections import Counter
 
 import psycopg
 
-from tests.end_to_end.scene import FAST_RETRY, LEASE, Scene
+from tests.end_to_end.scene import FAST_RETRY, LEASE, Scene, one_server
 from tests.waiting import wait_until
 
 QUEUE = {"name": "all", "pattern": "#", "retry": FAST_RETRY}
@@ -39,6 +39,7 @@ def test_no_event_is_lost_when_consumers_are_killed_again_and_again(scene: Scene
     assert survivor.terminate() == 0
 
 
+@one_server
 def test_a_kill_repeats_no_event_that_was_already_told_to_the_database(scene: Scene) -> None:
     scene.prepare(QUEUE)
     victim = scene.consume(QUEUE, concurrency=2)
@@ -58,6 +59,7 @@ def test_a_kill_repeats_no_event_that_was_already_told_to_the_database(scene: Sc
     assert heir.terminate() == 0
 
 
+@one_server
 def test_an_event_of_a_publisher_killed_before_its_commit_is_never_handled(scene: Scene) -> None:
     scene.prepare(QUEUE)
     scene.consume(QUEUE)
@@ -75,6 +77,7 @@ def test_an_event_of_a_publisher_killed_before_its_commit_is_never_handled(scene
     assert [entry.topic for entry in scene.check.entries("all", "end")] == ["fine", "fine"]
 
 
+@one_server
 def test_an_event_of_a_publisher_killed_right_after_its_commit_is_handled_once(scene: Scene) -> None:
     scene.prepare(QUEUE)
     scene.consume(QUEUE)
@@ -125,6 +128,7 @@ def test_prc_02_what_ran_when_a_consumer_was_killed_runs_again_at_its_peer_withi
     assert {entry.attempt for entry in again} == {1}, "a crash is not a failed attempt"
 
 
+@one_server
 def test_prc_02_what_ran_when_the_only_consumer_was_killed_runs_again_after_a_restart(scene: Scene) -> None:
     scene.prepare(THREADS)
     victim = scene.consume(THREADS, concurrency=5)
@@ -188,6 +192,7 @@ def test_an_event_that_kills_every_process_becomes_a_dead_letter_and_takes_no_ot
     assert {entry.attempt for entry in scene.check.entries("all")} == {1}
 
 
+@one_server
 def test_crashes_and_failures_are_counted_apart(scene: Scene) -> None:
     queue = QUEUE | {"retry": FAST_RETRY | {"max_attempts": 3}}
     scene.prepare(queue)
@@ -204,11 +209,12 @@ def test_crashes_and_failures_are_counted_apart(scene: Scene) -> None:
     assert set(scene.check.successes("all")) == {event_id}, "crashes used up the attempts"
 
 
+@one_server
 def test_dup_01_a_handler_that_blocks_its_process_for_longer_than_the_lease_runs_once(scene: Scene) -> None:
     scene.prepare(QUEUE, THREADS)
     consumers = [scene.consume(QUEUE, THREADS, concurrency=2) for _ in range(3)]
     scene.wait_until_consuming(*consumers)
-    scene.publish("a", {"block": 4 * LEASE}, {"sleep": 4 * LEASE})
+    scene.publish("a", {"sleep": 3 * LEASE}, {"block": 3 * LEASE})
     for queue in ("all", "threads"):
         scene.check.wait_until_quiet(queue)
         scene.check.verify(queue)
@@ -216,6 +222,7 @@ def test_dup_01_a_handler_that_blocks_its_process_for_longer_than_the_lease_runs
     assert not any("lost its lease" in consumer.log for consumer in consumers)
 
 
+@one_server
 def test_a_killed_consumer_holds_no_transaction_open(scene: Scene) -> None:
     scene.prepare(QUEUE)
     victim = scene.consume(QUEUE)

@@ -17,7 +17,7 @@ from eventbus.bus import EventBus
 from eventbus.errors import Unavailable
 from eventbus.postgres.migrate import migrate
 from eventbus.settings import load
-from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene
+from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene, one_server
 from tests.servers import Cluster
 from tests.waiting import wait_until
 
@@ -25,7 +25,6 @@ QUEUE = {"name": "all", "pattern": "#", "retry": FAST_RETRY}
 THREADS = {"name": "threads", "pattern": "#", "sync": True, "retry": FAST_RETRY}
 TROUBLE, BACK = "WARNING database trouble", "INFO the database is back"
 ONE_OUTAGE = [TROUBLE, BACK]
-one_server = pytest.mark.parametrize("major", [15], indirect=True)
 
 
 def outages(log: str) -> list[str]:
@@ -71,6 +70,7 @@ def test_dbf_01_no_event_is_lost_or_repeated_when_all_connections_are_cut_while_
     assert len(consumer.log.splitlines()) == 2, consumer.log
 
 
+@one_server
 def test_an_outage_while_nothing_happens_is_told_once_and_not_again_by_each_connection(scene: Scene) -> None:
     scene.prepare(QUEUE)
     consumer = scene.consume(QUEUE, poll_interval=600)
@@ -105,11 +105,13 @@ def test_dbf_03_consumers_resume_by_themselves_after_a_stop_of_the_server_under_
     for queue in ("all", "threads"):
         scene.check.wait_until_quiet(queue, timeout=8)
     for consumer in consumers:
+        consumer.wait_for_log(BACK)
         assert outages(consumer.log) == ONE_OUTAGE, consumer.log
         assert "took over" not in consumer.log
         assert consumer.terminate() == 0
 
 
+@one_server
 def test_dbf_03_a_consumer_that_starts_before_the_server_waits_for_it(outage: tuple[Cluster, Scene]) -> None:
     cluster, scene = outage
     scene.prepare(QUEUE)
@@ -119,6 +121,7 @@ def test_dbf_03_a_consumer_that_starts_before_the_server_waits_for_it(outage: tu
     cluster.start()
     scene.publish("a", {})
     scene.check.wait_until_quiet("all")
+    consumer.wait_for_log(BACK)
     assert outages(consumer.log) == ONE_OUTAGE, consumer.log
 
 
@@ -164,6 +167,7 @@ def publish_until_the_crash(scene: Scene) -> int:
         return published
 
 
+@one_server
 def test_dbf_05_a_claim_that_runs_into_a_timeout_is_a_warning_that_names_it(scene: Scene) -> None:
     scene.prepare(QUEUE)
     with role(scene.dsn, "SUPERUSER") as (name, dsn), psycopg.connect(scene.dsn, autocommit=True) as admin:
@@ -211,6 +215,7 @@ def attempts_to_claim(admin: psycopg.Connection) -> int:
     return int(row[0])
 
 
+@one_server
 def test_dbf_09_too_few_connections_are_told_with_the_number_that_is_needed_and_block_nothing(scene: Scene) -> None:
     scene.prepare(QUEUE)
     with role(scene.dsn, "CONNECTION LIMIT 3") as (name, dsn):
@@ -227,6 +232,7 @@ def test_dbf_09_too_few_connections_are_told_with_the_number_that_is_needed_and_
         assert consumer.terminate() == 0
 
 
+@one_server
 def test_dbf_12_no_session_is_idle_in_a_transaction_while_waiting_or_while_a_handler_runs(scene: Scene) -> None:
     scene.prepare(QUEUE, THREADS)
     with psycopg.connect(scene.dsn, autocommit=True) as watcher:
@@ -249,6 +255,7 @@ def test_dbf_12_no_session_is_idle_in_a_transaction_while_waiting_or_while_a_han
     assert consumer.log == ""
 
 
+@one_server
 def test_ntf_05_a_cut_listening_connection_comes_back_and_events_are_not_left_to_the_next_poll(scene: Scene) -> None:
     scene.prepare(QUEUE)
     consumer = scene.consume(QUEUE, poll_interval=600)
@@ -264,6 +271,7 @@ def test_ntf_05_a_cut_listening_connection_comes_back_and_events_are_not_left_to
     assert consumer.terminate() == 0
 
 
+@one_server
 def test_ntf_05_a_listener_whose_first_reconnects_fail_listens_again_after_the_outage(
     outage: tuple[Cluster, Scene],
 ) -> None:

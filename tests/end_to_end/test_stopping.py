@@ -10,13 +10,12 @@ import pytest
 
 from eventbus import Event
 from tests.conftest import NewCluster
-from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene
+from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene, one_server
 from tests.waiting import wait_until
 
 TASKS = {"name": "tasks", "pattern": "#", "retry": FAST_RETRY}
 THREADS = {"name": "threads", "pattern": "#", "sync": True, "retry": FAST_RETRY}
 both_kinds = pytest.mark.parametrize("queue", [TASKS, THREADS], ids=["tasks", "threads"])
-one_server = pytest.mark.parametrize("major", [15], indirect=True)
 
 
 @both_kinds
@@ -45,6 +44,7 @@ def test_prc_01_a_stop_lets_running_handlers_finish_and_hands_the_rest_to_a_peer
 
 
 @both_kinds
+@one_server
 def test_prc_01_a_handler_that_outlasts_the_drain_timeout_is_released_and_loses_no_attempt(
     scene: Scene, queue: dict[str, object]
 ) -> None:
