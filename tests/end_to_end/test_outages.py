@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 import uuid
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from eventbus.bus import EventBus
 from eventbus.errors import Unavailable
 from eventbus.postgres.migrate import migrate
 from eventbus.settings import load
+from tests.conftest import NewCluster
 from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene, one_server
 from tests.servers import Cluster
 from tests.waiting import wait_until
@@ -316,3 +318,39 @@ def role(dsn: str, options: str) -> Iterator[tuple[str, str]]:
             admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = %s", [name])
             admin.execute(f"DROP OWNED BY {name}")
             admin.execute(f"DROP ROLE {name}")
+
+
+def fill_the_notification_queue(connection: psycopg.Connection) -> None:
+    """Notify until the server refuses."""
+    while True:
+        connection.execute("SELECT pg_notify('other', repeat('x', 7000))")
+
+
+def test_ntf_03_a_full_notification_queue_makes_no_publish_fail_and_loses_no_event(
+    new_cluster: NewCluster, new_scene: NewScene
+) -> None:
+    cluster = new_cluster(18, max_notify_queue_pages=64)
+    migrate(cluster.dsn(), "eventbus")
+    scene = new_scene(cluster.dsn())
+    scene.prepare(QUEUE)
+    consumer = scene.consume(QUEUE, concurrency=1, poll_interval=0.3)
+    scene.publish("a", {})
+    scene.wait_for("all", "end", 1)
+    with psycopg.connect(scene.dsn, autocommit=True) as stuck, psycopg.connect(scene.dsn, autocommit=True) as other:
+        stuck.execute("LISTEN other")
+        stuck.execute("BEGIN")
+        with pytest.raises(psycopg.errors.ProgramLimitExceeded):
+            fill_the_notification_queue(other)
+        for _ in range(10):
+            scene.publish("a", {"fail": 1}, {"sleep": 0.1})
+        scene.check.wait_until_quiet("all")
+        scene.publish("a", {"gate": "go"}, *[{}] * 5)
+        scene.wait_for("all", "start", 32)
+        consumer.send(signal.SIGTERM)
+        wait_until(lambda: scene.check.standing("all").retrying == 5)
+        scene.open_gate("go")
+        assert consumer.wait() == 0
+        heir = scene.consume(QUEUE, poll_interval=0.3)
+        scene.check.wait_until_quiet("all")
+    scene.check.verify("all")
+    assert TROUBLE not in consumer.log + heir.log

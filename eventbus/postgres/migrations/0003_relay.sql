@@ -190,7 +190,8 @@ BEGIN
     END IF;
     IF events > 0 THEN  -- also when nobody was fed: the other relays need not look
         PERFORM pg_notify('{name}.work', CASE
-            WHEN octet_length(array_to_string(fed, ',')) <= 1000 THEN array_to_string(fed, ',') ELSE '*' END);
+            WHEN octet_length(array_to_string(fed, ',')) <= 1000 THEN array_to_string(fed, ',') ELSE '*' END)
+        WHERE pg_notification_queue_usage() < 0.5;
     END IF;
     state := 'ticked';
     due_in := {schema}.next_due(p_due_from);

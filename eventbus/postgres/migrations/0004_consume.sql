@@ -55,7 +55,7 @@ BEGIN
             SELECT 1 FROM {schema}.claims c WHERE c.worker_id = p_id AND c.id >= w.open_from
             AND NOT EXISTS (SELECT 1 FROM {schema}.settlements s WHERE s.claim_id = c.id));
     UPDATE {schema}.workers w SET heartbeat_at = '-infinity' WHERE w.id = p_id AND w.state = 'live';
-    PERFORM pg_notify('{name}.work', '*');
+    PERFORM pg_notify('{name}.work', '*') WHERE pg_notification_queue_usage() < 0.5;
 END
 $body$;
 
@@ -368,7 +368,7 @@ BEGIN
     )
     SELECT count(*), coalesce(bool_or(p.outcome = 'released'), false) INTO v_recorded, v_released FROM recorded p;
     IF v_released THEN
-        PERFORM pg_notify('{name}.work', '*');
+        PERFORM pg_notify('{name}.work', '*') WHERE pg_notification_queue_usage() < 0.5;
     END IF;
     RETURN v_recorded;
 END
@@ -474,7 +474,8 @@ BEGIN
         last_error = coalesce(r.error, e.last_error)
     FROM outcomes r WHERE e.id = r.id AND e.id = ANY (v_held) AND r.outcome IN ('retry', 'released');
     PERFORM pg_notify('{name}.work', '*')
-    FROM json_to_recordset(p_outcomes) AS r (outcome text) WHERE r.outcome = 'released' LIMIT 1;
+    FROM json_to_recordset(p_outcomes) AS r (outcome text)
+    WHERE r.outcome = 'released' AND pg_notification_queue_usage() < 0.5 LIMIT 1;
     RETURN QUERY SELECT unnest(v_held);
 END
 $body$;
@@ -638,7 +639,7 @@ BEGIN
             ORDER BY e.id FOR UPDATE), 1, p_max_crashes);
     END LOOP;
     IF workers > 0 THEN
-        PERFORM pg_notify('{name}.work', '*');
+        PERFORM pg_notify('{name}.work', '*') WHERE pg_notification_queue_usage() < 0.5;
     END IF;
 END
 $body$;
