@@ -56,7 +56,7 @@ def _report(error: BaseException, *, debug: bool) -> int:
         return NOBODY_READS
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         sys.stderr.write("\n")
-        return 1
+        return INTERRUPTED
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else NOT_FINE
     if debug:
