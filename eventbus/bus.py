@@ -8,13 +8,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-import psycopg
-
 from eventbus import settings as settings_module
 from eventbus.consuming.subscriptions import Subscription, Subscriptions
-from eventbus.errors import ConfigurationError, Unavailable
-from eventbus.postgres.link import conninfo, describe
-from eventbus.postgres.migrate import require_current
+from eventbus.errors import ConfigurationError
 from eventbus.postgres.publishing import PublishStatements
 from eventbus.publishing.outbox import Outbox
 from eventbus.runtime.loop import run
@@ -70,14 +66,13 @@ class EventBus:
         """Run a worker until SIGTERM, SIGINT or, with ``until_idle``, until nothing is left; returns the exit code.
 
         ``queues`` selects subscriptions by queue name. ``wait``: wait for a server that is away at the start instead
-        of raising :class:`Unavailable`. Raises :class:`ConfigurationError` for what cannot work.
+        of raising :class:`~eventbus.errors.Unavailable`. Raises :class:`ConfigurationError` for what cannot work.
         """
         settings = settings or self.settings
         self._chosen(queues)
         return run(self._consume(settings, queues, until_idle=until_idle, wait=wait))
 
     async def _consume(self, settings: Settings, queues: Sequence[str] | None, *, until_idle: bool, wait: bool) -> int:
-        await _check_schema(settings, wait=wait)
         return await self.worker(settings, queues=queues, until_idle=until_idle, wait=wait).run()
 
     def _chosen(self, queues: Sequence[str] | None) -> Sequence[Subscription]:
@@ -85,18 +80,6 @@ class EventBus:
         if not chosen:
             raise ConfigurationError("nothing to consume: no handler is subscribed; decorate one with @subscribe(...)")
         return chosen
-
-
-async def _check_schema(settings: Settings, *, wait: bool) -> None:
-    """Raise when the schema is missing or does not fit this code; a server that is away is left to the worker."""
-    if settings.dsn is None:
-        raise ConfigurationError("no database: set EVENTBUS_DSN")
-    try:
-        with psycopg.connect(conninfo(settings.dsn, "start"), autocommit=True) as connection:
-            require_current(connection, settings.schema_name)
-    except psycopg.OperationalError as error:
-        if not wait:
-            raise Unavailable(describe(error, "connect")) from error
 
 
 @functools.cache

@@ -9,6 +9,8 @@ import random
 from collections.abc import Callable, Sequence
 from uuid import UUID
 
+import psycopg
+
 from eventbus.consuming.consumer import Consumer, Limits
 from eventbus.consuming.execution import Execution
 from eventbus.consuming.pace import Pace
@@ -18,8 +20,9 @@ from eventbus.consuming.subscriptions import Subscription
 from eventbus.errors import ConfigurationError, Unavailable
 from eventbus.postgres.claiming import PostgresConsumer
 from eventbus.postgres.heartbeat import Heartbeat, Pulse, Watch
-from eventbus.postgres.link import Link, Outage
+from eventbus.postgres.link import Link, Outage, conninfo, describe
 from eventbus.postgres.listener import Ears, Listener
+from eventbus.postgres.migrate import require_current
 from eventbus.postgres.relaying import PostgresRelay
 from eventbus.postgres.statements import Statements
 from eventbus.publishing.relay import Relay
@@ -94,6 +97,7 @@ class Station:
                 await self._links[0].recover()
 
     async def _join(self) -> None:
+        self._require_schema()
         if await self._relay_engine.is_foreign():
             log.warning("this database was restored from another one: %s", await self._relay_engine.attach())
         numbers = await self._relay_engine.declare({item.name: item.patterns for item in self._subscriptions})
@@ -101,6 +105,19 @@ class Station:
         for subscription in self._subscriptions:
             self._engine.names[numbers[subscription.name]] = subscription.name
             self._consumer.add(numbers[subscription.name], self._queue(subscription))
+
+    def _require_schema(self) -> None:
+        """Raise when the schema is missing or does not fit this code. Blocks, but then nothing runs yet."""
+        assert self._settings.dsn is not None
+        try:
+            with psycopg.connect(conninfo(self._settings.dsn, "start"), autocommit=True) as connection:
+                require_current(connection, self._settings.schema_name)
+        except psycopg.OperationalError as error:
+            problem = describe(error, "connect")
+            if self._wait:
+                self._outage.began("start", problem)
+            raise Unavailable(problem) from error
+        self._outage.ended("start")
 
     def _queue(self, subscription: Subscription) -> QueueState:
         slots = subscription.concurrency or self._settings.concurrency

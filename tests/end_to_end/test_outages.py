@@ -354,3 +354,17 @@ def test_ntf_03_a_full_notification_queue_makes_no_publish_fail_and_loses_no_eve
         scene.check.wait_until_quiet("all")
     scene.check.verify("all")
     assert TROUBLE not in consumer.log + heir.log
+
+
+@one_server
+def test_a_consumer_that_waited_for_the_server_does_not_wait_on_for_a_schema_that_is_not_there(
+    owned_cluster: Cluster, new_scene: NewScene
+) -> None:
+    scene = new_scene(owned_cluster.dsn())
+    owned_cluster.stop()
+    consumer = scene.consume(QUEUE)
+    consumer.wait_for_log(TROUBLE)
+    owned_cluster.start()
+    assert consumer.wait() == 1
+    assert "SchemaMissing" in consumer.log
+    assert "run: eventbus migrate" in consumer.log
