@@ -39,11 +39,10 @@ class Line:
 def read_lines(source: Iterable[bytes], topic: str | None) -> Iterator[Line]:
     """The events of a file; empty lines are left out. The rules of publishing are not checked yet."""
     for number, raw in enumerate(source, 1):
-        text = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-        if not text.strip():
+        if not raw.strip():
             continue
         try:
-            yield Line(number, len(raw), _event(text, topic))
+            yield Line(number, len(raw), _event(raw, topic))
         except ValueError as error:
             yield Line(number, len(raw), None, str(error))
 

@@ -73,7 +73,7 @@ CONSUME: Final = (
     Right("exceptions", ("SELECT", "INSERT", "UPDATE", "DELETE")),
     Right("dead_letters", ("SELECT", "INSERT")),
     Right("outbox_id_seq", ("SELECT",), sequence=True),
-    Right("relay_sleep", ("SELECT", "UPDATE"), sequence=True),
+    Right("relay_sleep", ("UPDATE",), sequence=True),
 )
 """For `eventbus consume`, which also runs the relay."""
 

@@ -16,9 +16,12 @@ from typing import Any
 
 import psycopg
 import pytest
+import typer
 from psycopg import sql
 
 from eventbus import cli
+from eventbus.cli.failures import masked
+from eventbus.cli.screen import Screen
 from eventbus.postgres import privileges
 from eventbus.postgres.migrate import migrate, migrations
 from tests.postgres.line import DEAD, RETRY, Line
@@ -140,6 +143,7 @@ COMMANDS = (
     ("explain",),
     ("topics",),
     ("resume",),
+    ("demo",),
 )
 
 
@@ -235,8 +239,8 @@ def test_the_page_on_the_command_line_has_every_command(bus: Run, command: tuple
     assert command[-1] in PAGE.partition(f"## eventbus {command[0]}")[2]
 
 
-def test_the_page_on_the_command_line_has_every_option_of_publish_and_consume(bus: Run) -> None:
-    for command in ("publish", "consume"):
+def test_the_page_on_the_command_line_has_every_option_of_the_larger_commands(bus: Run) -> None:
+    for command in ("migrate", "publish", "consume", "demo"):
         for option in set(re.findall(r"--[a-z-]+", bus(command, "--help").out)) - {"--help", "--wait"}:
             assert option in PAGE, f"{command} {option}"
 
@@ -306,6 +310,24 @@ def test_a_server_that_cannot_be_reached_is_one_line_without_the_password(
         assert "Traceback" in said.err
     else:
         said.refused(1)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "at postgresql://root:geh@h/x and postgresql://a:b@c",
+            "at postgresql://root:***@h/x and postgresql://a:***@c",
+        ),
+        ("missing = after postgresql//root:g:e/h@h/x", "missing = after postgresql//root:***@h/x"),
+        ("host=h password=geheim port=1", "host=h password=*** port=1"),
+        (r"password = 'geh\'eim x' port=1", "password = *** port=1"),
+        ("//h/x?user=a&password=geheim&sslpassword=b", "//h/x?user=a&password=***&sslpassword=***"),
+        ("postgresql://root@h/x and http://h:80/a", "postgresql://root@h/x and http://h:80/a"),
+    ],
+)
+def test_no_password_of_a_connection_string_is_ever_shown(text: str, shown: str) -> None:
+    assert masked(text) == shown
 
 
 # Publishing
@@ -617,6 +639,17 @@ def test_a_queue_is_dropped_only_after_a_yes(on: Run, line: Line) -> None:
     on("queues", "drop", "ledger", "--yes").refused(1, "no queue 'ledger'", "there are no queues yet")
 
 
+def test_an_answer_that_is_broken_off_drops_nothing(on: Run, line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_off(*_: object, **__: object) -> bool:
+        raise typer.Abort
+
+    monkeypatch.setattr(Screen, "confirmed", broken_off)
+    assert on("queues", "drop", "ledger").code == 130
+    monkeypatch.setattr(Screen, "confirmed", lambda *_, **__: False)
+    assert on("queues", "drop", "ledger").code == 1
+    assert line.queue("ledger").state == "active"
+
+
 @pytest.mark.parametrize("name", ["a'; DROP TABLE eventbus.outbox; --", 'two "words"', "%s %(x)s", "\\", "two words"])
 def test_odd_names_are_answered_in_words_and_never_by_the_sql_parser(on: Run, line: Line, name: str) -> None:
     on("queues", "drop", name, "--yes").refused(1, "no queue", "known queues: ledger")
@@ -643,6 +676,7 @@ def test_redrive_and_discard_take_nothing_that_was_not_named(on: Run, line: Line
     line.kill("ledger", 2)
     for command in ("redrive", "discard"):
         on("dead-letters", command).refused(2, "--queue", "--all")
+        on("dead-letters", command, 1, "--all").refused(2, "--all", "leave the ids out")
         on("dead-letters", command, "--queue", "nope").refused(1, "known queues: ledger")
         on("dead-letters", command, "--topic", "nope.*").refused(1, "known topics: orders.created")
     assert line.queue("ledger").dead == 2
