@@ -11,6 +11,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -109,18 +110,30 @@ def new_role(conn: psycopg.Connection, dsn: str) -> Iterator[Callable[..., tuple
         conn.execute(f'DROP OWNED BY "{name}"; DROP ROLE "{name}"'.encode())
 
 
-def process(*arguments: str, dsn: str, folder: Path, **options: Any) -> subprocess.Popen[str]:
-    """The command in a process of its own."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("EVENTBUS_")}
-    return subprocess.Popen(
-        [PROGRAM, *arguments],
-        env=environment | {"EVENTBUS_DSN": dsn},
-        cwd=folder,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        **options,
-    )
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Start]:
+    """Run a command in a process of its own, in the test's folder; what is left of it in the end is killed."""
+    with ExitStack() as stack:
+
+        def start(*arguments: str, dsn: str | None, **options: Any) -> subprocess.Popen[str]:
+            environment = {name: value for name, value in os.environ.items() if not name.startswith("EVENTBUS_")}
+            started = subprocess.Popen(
+                [PROGRAM, *arguments],
+                env=environment | ({} if dsn is None else {"EVENTBUS_DSN": dsn}),
+                cwd=tmp_path,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                **options,
+            )
+            stack.enter_context(started)
+            stack.callback(started.kill)
+            return started
+
+        yield start
 
 
 def payloads(conn: psycopg.Connection) -> list[str]:
@@ -257,8 +270,8 @@ def test_the_rights_on_the_page_are_those_that_the_tests_grant(needs: tuple[priv
 # Servers and schemas
 
 
-def test_ten_migrations_at_once_all_succeed_and_apply_each_step_once(empty_dsn: str, tmp_path: Path) -> None:
-    running = [process("migrate", "--json", dsn=empty_dsn, folder=tmp_path) for _ in range(10)]
+def test_ten_migrations_at_once_all_succeed_and_apply_each_step_once(process: Start, empty_dsn: str) -> None:
+    running = [process("migrate", "--json", dsn=empty_dsn) for _ in range(10)]
     answers = [(*one.communicate(timeout=60), one.returncode) for one in running]
     assert {code for _, _, code in answers} == {0}
     applied = sorted(name for out, _, _ in answers for name in json.loads(out)["applied"])
@@ -465,9 +478,9 @@ def test_a_server_that_goes_away_in_the_middle_says_what_is_committed_and_what_i
 
 
 def test_ctrl_c_while_a_file_comes_in_says_what_is_committed_and_nothing_else(
-    dsn: str, tmp_path: Path, conn: psycopg.Connection
+    process: Start, dsn: str, conn: psycopg.Connection
 ) -> None:
-    running = process("publish", "t", "--file", "-", "--batch", "1", dsn=dsn, folder=tmp_path, stdin=subprocess.PIPE)
+    running = process("publish", "t", "--file", "-", "--batch", "1", dsn=dsn, stdin=subprocess.PIPE)
     assert running.stdin
     running.stdin.write("1\n2\n")
     running.stdin.flush()
@@ -499,25 +512,25 @@ async def audit(event: Event) -> None: ...
 
 
 def test_the_handlers_of_a_module_run_with_the_database_of_the_command(
-    dsn: str, conn: psycopg.Connection, tmp_path: Path
+    process: Start, dsn: str, conn: psycopg.Connection, tmp_path: Path
 ) -> None:
     (tmp_path / "shop.py").write_text(HANDLERS)
     conn.execute("CREATE TABLE public.booked (n int)")
     Line(conn).declare(ledger=["orders.#"], audit=["#"])
-    published = process("publish", "orders.x", "--file", "-", dsn=dsn, folder=tmp_path, stdin=subprocess.PIPE)
+    published = process("publish", "orders.x", "--file", "-", dsn=dsn, stdin=subprocess.PIPE)
     assert "published 5 events" in published.communicate("1\n2\n3\n4\n5\n", timeout=30)[0]
-    consumed = process("consume", "shop", "--until-idle", "--queues", "ledger", dsn=dsn, folder=tmp_path)
+    consumed = process("consume", "shop", "--until-idle", "--queues", "ledger", dsn=dsn)
     _, err = consumed.communicate(timeout=60)
     assert consumed.returncode == 0, err
     assert "consuming ledger" in err
     booked = conn.execute("SELECT n FROM public.booked ORDER BY n").fetchall()
     assert booked == [(1,), (2,), (3,), (4,), (5,)]
-    audit = json.loads(process("queues", "--json", dsn=dsn, folder=tmp_path).communicate(timeout=30)[0])["queues"][0]
+    audit = json.loads(process("queues", "--json", dsn=dsn).communicate(timeout=30)[0])["queues"][0]
     assert (audit["name"], audit["waiting"]) == ("audit", 5), "a queue that was not chosen keeps its events"
 
 
 def test_the_log_of_a_worker_is_text_that_cannot_command_the_terminal_or_json(
-    dsn: str, conn: psycopg.Connection, tmp_path: Path
+    process: Start, dsn: str, conn: psycopg.Connection, tmp_path: Path
 ) -> None:
     (tmp_path / "shop.py").write_text(
         "from eventbus import RetryPolicy, subscribe\n"
@@ -526,8 +539,8 @@ def test_the_log_of_a_worker_is_text_that_cannot_command_the_terminal_or_json(
     )
     Line(conn).declare(q=["#"])
     for options in ((), ("--json",)):
-        process("publish", "a", "{}", dsn=dsn, folder=tmp_path).communicate(timeout=30)
-        worker = process("consume", "shop", "--until-idle", *options, dsn=dsn, folder=tmp_path)
+        process("publish", "a", "{}", dsn=dsn).communicate(timeout=30)
+        worker = process("consume", "shop", "--until-idle", *options, dsn=dsn)
         _, err = worker.communicate(timeout=60)
         assert worker.returncode == 0, err
         assert "\x1b" not in err
@@ -550,52 +563,57 @@ def test_the_log_of_a_worker_is_text_that_cannot_command_the_terminal_or_json(
     ids=["missing", "inner import", "syntax", "exit", "no handler"],
 )
 def test_a_module_that_cannot_be_used_is_one_line_with_the_true_reason(
-    dsn: str, tmp_path: Path, source: str | None, words: tuple[str, ...]
+    process: Start, dsn: str, tmp_path: Path, source: str | None, words: tuple[str, ...]
 ) -> None:
     if source is not None:
         (tmp_path / "shop.py").write_text(source)
-    worker = process("consume", "shop", dsn=dsn, folder=tmp_path)
+    worker = process("consume", "shop", dsn=dsn)
     out, err = worker.communicate(timeout=60)
     said = Result(worker.returncode, out, "\n".join(text for text in err.splitlines() if " INFO " not in text))
     said.refused(2, *words)
 
 
-def test_a_traceback_is_shown_to_those_who_ask(dsn: str, tmp_path: Path) -> None:
+def test_a_traceback_is_shown_to_those_who_ask(process: Start, dsn: str, tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text("import no_such_package")
-    _, err = process("consume", "shop", "--debug", dsn=dsn, folder=tmp_path).communicate(timeout=60)
+    _, err = process("consume", "shop", "--debug", dsn=dsn).communicate(timeout=60)
     assert "Traceback (most recent call last)" in err
     assert "ModuleNotFoundError" in err
 
 
 def test_unknown_queues_and_missing_rights_end_a_worker_before_it_starts(
-    bus: Run, dsn: str, conn: psycopg.Connection, tmp_path: Path, new_role: Callable[..., tuple[str, str]]
+    process: Start,
+    bus: Run,
+    dsn: str,
+    conn: psycopg.Connection,
+    tmp_path: Path,
+    new_role: Callable[..., tuple[str, str]],
 ) -> None:
     (tmp_path / "shop.py").write_text(
         "from eventbus import subscribe\n@subscribe('#', name='q')\ndef f(payload: dict): ...\n"
     )
-    worker = process("consume", "shop", "--queues", "nope", dsn=dsn, folder=tmp_path)
+    worker = process("consume", "shop", "--queues", "nope", dsn=dsn)
     _, err = worker.communicate(timeout=60)
     assert (worker.returncode, "unknown queue 'nope'; known: q" in err) == (2, True), err
     role, as_role = new_role(privileges.CONSUME)
-    worker = process("consume", "shop", "--until-idle", dsn=as_role, folder=tmp_path)
+    worker = process("consume", "shop", "--until-idle", dsn=as_role)
     _, err = worker.communicate(timeout=60)
     assert (worker.returncode, "restored" in err, "eventbus resume" in err) == (1, True, True), "a clone looks restored"
     assert bus("resume", "--dsn", dsn).code == 0
-    worker = process("consume", "shop", "--until-idle", dsn=as_role, folder=tmp_path)
+    worker = process("consume", "shop", "--until-idle", dsn=as_role)
     assert worker.communicate(timeout=60)[0] == ""
     assert worker.returncode == 0, "the documented grants are enough"
     conn.execute(f'REVOKE INSERT ON eventbus.claims FROM "{role}"'.encode())
-    worker = process("consume", "shop", "--until-idle", dsn=as_role, folder=tmp_path)
+    worker = process("consume", "shop", "--until-idle", dsn=as_role)
     _, err = worker.communicate(timeout=60)
     assert worker.returncode == 2, err
     assert f'GRANT INSERT ON TABLE "eventbus".claims TO "{role}"' in err
 
 
-def test_without_waiting_a_server_that_is_down_ends_the_worker(bus: Run, tmp_path: Path) -> None:
+def test_without_waiting_a_server_that_is_down_ends_the_worker(process: Start, bus: Run, tmp_path: Path) -> None:
     (tmp_path / "stall.py").write_text(
         "from eventbus import subscribe\n@subscribe('#', name='q')\ndef f(payload: dict): ...\n"
     )
-    worker = process("consume", "stall", "--no-wait", dsn="postgresql://127.0.0.1:1/x", folder=tmp_path)
+    worker = process("consume", "stall", "--no-wait", dsn="postgresql://127.0.0.1:1/x")
     out, err = worker.communicate(timeout=60)
     Result(worker.returncode, out, err).refused(1, "no connection to PostgreSQL")
 
@@ -713,13 +731,13 @@ def test_topics_show_who_gets_them_and_how_many_got_lost(on: Run, line: Line) ->
     assert header[0] == "topic"
 
 
-def test_a_reader_that_goes_away_ends_the_command_quietly(dsn: str, conn: psycopg.Connection, tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_ends_the_command_quietly(process: Start, dsn: str, conn: psycopg.Connection) -> None:
     conn.execute(
         "INSERT INTO eventbus.topics (topic, bindings_version, fanout)"
         " SELECT repeat('x', 200) || g, 1, 0 FROM generate_series(1, 3000) g"
     )
     for options in ((), ("--json",)):
-        running = process("topics", *options, dsn=dsn, folder=tmp_path)
+        running = process("topics", *options, dsn=dsn)
         assert running.stdout
         assert running.stderr
         running.stdout.read(1)
@@ -733,7 +751,9 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(dsn: str, conn: psycop
 
 
 @pytest.mark.slow
-def test_without_a_server_everything_works_in_a_folder_and_says_so_on_one_line(bus: Run, tmp_path: Path) -> None:
+def test_without_a_server_everything_works_in_a_folder_and_says_so_on_one_line(
+    process: Start, bus: Run, tmp_path: Path
+) -> None:
     (tmp_path / "shop.py").write_text(
         "from eventbus import subscribe\n@subscribe('orders.*', name='ledger')\ndef book(payload: dict): ...\n"
     )
@@ -743,7 +763,9 @@ def test_without_a_server_everything_works_in_a_folder_and_says_so_on_one_line(b
     assert bus("migrate").out == "schema eventbus is up to date\n"
     published = bus("publish", "orders.created", "{}")
     assert bus("explain", published.out.strip()).code == 0
-    assert bus("consume", "shop", "--until-idle").code == 0
+    consumed = process("consume", "shop", "--until-idle", dsn=None)
+    assert "embedded PostgreSQL" in consumed.communicate(timeout=60)[1]
+    assert consumed.returncode == 0
     [queue] = bus("queues", "--json").json["queues"]
     assert queue["waiting"] == 0
     assert queue["name"] == "ledger"
