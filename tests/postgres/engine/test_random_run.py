@@ -19,7 +19,7 @@ from tests.postgres.engine.publishers import Ledger, Publisher
 from tests.postgres.engine.sessions import NewSession, open_transaction
 from tests.servers import Cluster
 
-SECONDS = float(os.environ.get("TEST_RANDOM_SECONDS", "15"))
+SECONDS = float(os.environ.get("TEST_RANDOM_SECONDS", "12"))
 PUBLISHERS = 8
 TICKERS = 3
 KILL_EVERY = 0.25

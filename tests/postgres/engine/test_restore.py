@@ -178,7 +178,7 @@ def handle_everything(bus: Engine) -> list[str | None]:
 
 
 def straggle(bus: Engine) -> None:
-    """After all this, a transaction that is open across ticks is still neither lost nor repeated."""
+    """After all this, a transaction that is open across ticks is neither lost nor repeated, and relays are woken."""
     before = len(bus.delivered(1))
     with psycopg.connect(bus.connection.info.dsn, autocommit=True) as connection:
         late = Engine(connection)
@@ -188,6 +188,10 @@ def straggle(bus: Engine) -> None:
             bus.relay()
     bus.relay()
     assert bus.delivered(1)[before:] == [*others, straggler]
+    bus.rows('LISTEN "eventbus.relay"')
+    assert bus.fall_asleep() is False
+    bus.publish()
+    assert len(list(bus.connection.notifies(timeout=10, stop_after=1))) == 1
 
 
 WAYS = [(15, 18, 15), (15, 18, 18), (18, 15, 18)]

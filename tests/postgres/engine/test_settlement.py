@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from psycopg import errors
 
 from tests.postgres.engine.driver import Claim, Engine
 from tests.postgres.engine.sessions import Background, NewSession, open_transaction
@@ -85,6 +86,22 @@ def test_a_claim_that_was_cleaned_up_settles_nothing(bus: Engine) -> None:
     assert bus.settle(claim, outcomes={claim.id: [{"seq": 1, **RETRY}]}) == set()
     assert bus.record(claim, outcomes=[{"seq": 1, **RETRY}]) is False
     assert waiting(bus) == []
+
+
+def test_a_claim_that_is_being_cleaned_up_settles_nothing(
+    bus: Engine, session: NewSession, background: Background
+) -> None:
+    claim = claimed(bus)
+    settles, cleans = session(), session()
+    with open_transaction(cleans):
+        cleans.rows("DELETE FROM {bus}.claims")
+        settling = background.blocked(
+            settles, lambda: settles.settle(claim, outcomes={claim.id: [{"seq": 2, **RETRY}]})
+        )
+    with pytest.raises(errors.ForeignKeyViolation):
+        settling.result()
+    assert waiting(bus) == []
+    assert bus.settle(claim) == set()
 
 
 @pytest.mark.parametrize("commits", [True, False], ids=["commits", "rolls back"])
