@@ -37,12 +37,17 @@ class Gate:
     def __init__(self) -> None:
         self.started: list[str] = []
         self.ended: list[str] = []
+        self.cancelled: list[str] = []
         self._open: dict[str, asyncio.Event] = {}
 
     async def wait(self, event: Event) -> None:
         """Handle an event."""
         self.started.append(event.payload)
-        await self._of(event.payload).wait()
+        try:
+            await self._of(event.payload).wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(event.payload)
+            raise
         self.ended.append(event.payload)
 
     def open(self, *payloads: str) -> None:
@@ -418,6 +423,7 @@ async def test_a_handler_that_outlasts_the_stop_is_cancelled_and_its_event_relea
         await made.stop(0.0)
         assert {outcome for _, outcome in made.engine.settled} == {"released"}
         assert {payload for payload, _ in made.engine.settled} == set("abc") - set(made.engine.fresh[QUEUE])
+        assert gate.cancelled == gate.started
         assert not gate.ended
 
 
