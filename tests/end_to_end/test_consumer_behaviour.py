@@ -493,6 +493,25 @@ async def test_a_handler_that_runs_for_long_holds_up_neither_its_neighbours_nor_
     assert done == {"slow": 51, "quick": 51}
 
 
+@one_server
+async def test_hnd_07_handlers_that_outlast_their_timeout_give_their_slots_back(scene: Scene) -> None:
+    prepare(scene, "limited")
+    seen: list[str] = []
+
+    @scene.bus.subscribe("#", name="limited", timeout=0.2, retry=RetryPolicy(max_attempts=1), concurrency=4)
+    async def handle(event: Event) -> None:
+        if event.payload == "for ever":
+            await asyncio.Event().wait()
+        seen.append(event.payload)
+
+    stuck = scene.publish("a", *["for ever"] * 8)
+    scene.publish("a", *["good"] * 10)
+    await consume(scene)
+    assert seen == ["good"] * 10
+    assert set(scene.check.dead("limited")) == set(stuck)
+    assert {letter.attempts for letter in letters(scene, "limited", stuck)} == {1}
+
+
 def until(condition: Callable[[], bool], timeout: float = 15.0) -> Iterator[None]:
     """Go round until the condition holds; fail after the time-out."""
     deadline = time.monotonic() + timeout
