@@ -117,7 +117,8 @@ class Execution:
     def _retry(self, event: Event, after: float | None, problem: Failure | None) -> Verdict:
         policy = self.subscription.retry
         if policy.exhausted(event.attempt):
-            return self._dead(event, f"gave up after {event.attempt} attempts", problem)
+            attempts = "1 attempt" if event.attempt == 1 else f"{event.attempt} attempts"
+            return self._dead(event, f"gave up after {attempts}", problem)
         delay = policy.delay(event.attempt, self._random) if after is None else after
         log.warning(
             "attempt %d of %d failed, again in %.1f s: %s: %s",

@@ -66,7 +66,8 @@ class Relay:
         self._asleep = False
         self._renew = False
         """A whole sleep is over: ask to be woken again before looking."""
-        self._said_paused = False
+        self.paused = False
+        """The bus waits for ``eventbus resume``."""
 
     def wake(self) -> None:
         """Something was published."""
@@ -117,21 +118,21 @@ class Relay:
                 log.warning("this database was restored from another one: %s", await self._engine.attach())
                 return 0.0
             case "paused":
-                if not self._said_paused:
+                if not self.paused:
                     log.warning("the bus is paused; `eventbus resume` starts it again")
-                self._said_paused = True
+                self.paused = True
                 return _PAUSED_POLL
             case "busy":
                 return _BUSY_PAUSE
             case "idle":
-                self._said_paused = False
+                self.paused = False
                 self.idle_ticks += 1
                 return await self._idle(tick)
 
     def _ticked(self, tick: Tick) -> float:
         self._look = _FIRST_LOOK
         self._asleep = False
-        self._said_paused = False
+        self.paused = False
         self._batch = min(self._most, self._batch + max(1, self._batch // 4))
         self._leading = True
         self.delivered += tick.deliveries

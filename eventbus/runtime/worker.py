@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from eventbus.consuming.consumer import Consumer
-from eventbus.errors import Unavailable
+from eventbus.errors import BusPaused, Unavailable
 from eventbus.publishing.relay import Relay
 
 log = logging.getLogger("eventbus")
@@ -79,7 +79,7 @@ class Worker:
         """Work until stopped; returns the exit code.
 
         0 after a graceful stop. 1 after a forced one, a defect, or when not everything that was done could be settled
-        and will be done again. To cancel it is a forced stop, too.
+        and will be done again; with ``until_idle`` also when the bus is paused. To cancel it is a forced stop, too.
         Raises what ``open`` raises: a configuration that cannot work, or :class:`Unavailable`.
         """
         with _Signals(self.stop):
@@ -171,19 +171,27 @@ class Worker:
         """
         relay, consumer = self._parts.relay, self._parts.consumer
         while True:
-            await _until(lambda: consumer.quiet)
+            await self._until_quiet()
             if await self._undone():
                 await asyncio.sleep(_UNDONE_LOOK)
                 continue
             before = (relay.delivered, consumer.handled)
             ticks = relay.idle_ticks
-            while relay.idle_ticks <= ticks + 1:
+            while relay.idle_ticks <= ticks + 1 and not relay.paused:
                 relay.wake()  # again and again: it may be in the middle of falling asleep
                 await asyncio.sleep(_QUIET_LOOK)
             consumer.wake()
-            await _until(lambda: consumer.quiet)
+            await self._until_quiet()
             if before == (relay.delivered, consumer.handled) and not await self._undone():
                 return
+
+    async def _until_quiet(self) -> None:
+        """Wait until every queue was found empty; raises when that cannot come to pass."""
+        relay, consumer = self._parts.relay, self._parts.consumer
+        while not (consumer.quiet or relay.paused):  # noqa: ASYNC110 - for commands that end, not for a service
+            await asyncio.sleep(_QUIET_LOOK)
+        if relay.paused:
+            raise BusPaused("the bus is paused, so that nothing gets done; `eventbus resume` starts it again")
 
     async def _undone(self) -> bool:
         try:
@@ -192,16 +200,14 @@ class Worker:
             return True
 
 
-async def _until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - for commands that end by themselves, not for a service
-        await asyncio.sleep(_QUIET_LOOK)
-
-
 def _defect(ended: set[asyncio.Task[Any]]) -> bool:
-    """Whether a loop of the worker ended by an exception, which is then logged."""
+    """Whether a loop of the worker ended by an error, which is then logged."""
     failed = [task for task in ended if not task.cancelled() and task.exception() is not None]
     for task in failed:
-        log.critical("the %s loop failed; stopping", task.get_name(), exc_info=task.exception())
+        if isinstance(task.exception(), BusPaused):
+            log.error("%s", task.exception())
+        else:
+            log.critical("the %s loop failed; stopping", task.get_name(), exc_info=task.exception())
     return bool(failed)
 
 

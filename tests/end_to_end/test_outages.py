@@ -368,3 +368,34 @@ def test_a_consumer_that_waited_for_the_server_does_not_wait_on_for_a_schema_tha
     assert consumer.wait() == 1
     assert "SchemaMissing" in consumer.log
     assert "run: eventbus migrate" in consumer.log
+
+
+def test_a_server_that_became_read_only_is_left_and_used_again_once_it_takes_writes(scene: Scene) -> None:
+    scene.prepare(QUEUE)
+    consumer = scene.consume(QUEUE)
+    scene.publish("a", {})
+    scene.check.wait_until_quiet("all")
+    writable = conninfo.make_conninfo(scene.dsn, options="-c default_transaction_read_only=off")
+    with psycopg.connect(writable, autocommit=True) as admin:
+        admin.execute(f'ALTER DATABASE "{admin.info.dbname}" SET default_transaction_read_only = on')
+        end_backends(scene)
+        with admin.transaction():
+            scene.publish_on(admin, "a", {})
+        consumer.wait_for_log("read-only transaction")
+        admin.execute(f'ALTER DATABASE "{admin.info.dbname}" SET default_transaction_read_only = off')
+    scene.wait_for("all", "end", 2)
+    assert consumer.exit_code() is None
+    assert len(outages(consumer.log)) <= 4, consumer.log
+
+
+def test_until_idle_ends_with_an_error_when_the_bus_is_paused_instead_of_waiting_for_ever(scene: Scene) -> None:
+    scene.prepare(QUEUE)
+    scene.publish("a", {})
+    with psycopg.connect(scene.dsn) as admin:
+        admin.execute("UPDATE eventbus.bus SET state = 'paused', reason = 'a test'")
+    consumer = scene.consume(QUEUE, until_idle=True)
+    assert consumer.wait() == 1
+    assert "eventbus resume" in consumer.log
+    with psycopg.connect(scene.dsn) as admin:
+        admin.execute("UPDATE eventbus.bus SET state = 'running', reason = NULL")
+    assert scene.consume(QUEUE, until_idle=True).wait() == 0
