@@ -77,7 +77,7 @@ class Engine:
 
     def rows(self, statement: str, *parameters: object) -> list[Row]:
         """Run one statement; everything that it returned."""
-        cursor = self.connection.execute(statement.replace("{bus}", f'"{self.schema}"').encode(), parameters)
+        cursor = self.connection.execute(statement.replace("{bus}", f'"{self.schema}"').encode(), parameters or None)
         return cursor.fetchall() if cursor.description else []
 
     def value(self, statement: str, *parameters: object) -> Any:

@@ -66,7 +66,7 @@ def stop_before(bus: Engine, function: str, line: str) -> None:
         function,
     )
     assert source.count(line) == 1, f"{line!r} is {source.count(line)} times in {function}"
-    bus.rows(source.replace(line, f"PERFORM pg_advisory_xact_lock_shared({GATE}); {line}").replace("%", "%%"))
+    bus.rows(source.replace(line, f"PERFORM pg_advisory_xact_lock_shared({GATE}); {line}"))
 
 
 @contextmanager

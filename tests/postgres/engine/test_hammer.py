@@ -15,7 +15,7 @@ import psycopg
 from tests.postgres.engine.driver import Claim, Engine, Held
 from tests.postgres.engine.sessions import NewSession
 
-SECONDS = float(os.environ.get("TEST_HAMMER_SECONDS", "5"))
+SECONDS = float(os.environ.get("TEST_HAMMER_SECONDS", "4"))
 OUTCOMES = ("done", "done", "retry", "released", "dead")
 
 

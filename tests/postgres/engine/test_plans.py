@@ -209,7 +209,8 @@ def window_from(engine: Engine, last_id: int) -> Iterator[None]:
         engine.rows("DELETE FROM {bus}.ticks WHERE id = 2")
 
 
-def test_the_rows_of_a_long_transaction_are_not_looked_at_by_every_tick(bus: Engine, session: NewSession) -> None:
+def test_the_rows_of_a_long_transaction_are_not_looked_at_by_every_tick(own_bus: Engine, session: NewSession) -> None:
+    bus = own_bus
     bus.resolve(["orders.created"])
     long, idle = session(), "SELECT * FROM {bus}.tick(100)"
     with open_transaction(long):

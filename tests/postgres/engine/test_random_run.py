@@ -14,12 +14,12 @@ import psycopg
 import pytest
 
 from eventbus.postgres.migrate import migrate
+from tests.postgres.engine.conftest import ClusterOf
 from tests.postgres.engine.driver import Engine
 from tests.postgres.engine.publishers import Ledger, Publisher
 from tests.postgres.engine.sessions import NewSession, open_transaction
-from tests.servers import Cluster
 
-SECONDS = float(os.environ.get("TEST_RANDOM_SECONDS", "12"))
+SECONDS = float(os.environ.get("TEST_RANDOM_SECONDS", "10"))
 PUBLISHERS = 8
 TICKERS = 3
 KILL_EVERY = 0.25
@@ -81,8 +81,10 @@ def in_threads(calls: list[Callable[[], object]], failures: list[BaseException])
     return threads
 
 
-def test_every_committed_event_is_delivered_once_in_order_and_nothing_else(owned_cluster: Cluster, seed: str) -> None:
-    dsn = owned_cluster.dsn()
+def test_every_committed_event_is_delivered_once_in_order_and_nothing_else(
+    cluster_of: ClusterOf, major: int, seed: str
+) -> None:
+    dsn = cluster_of(major).dsn()
     migrate(dsn, "eventbus")
     ledger, stop, stop_relays, failures = Ledger(), threading.Event(), threading.Event(), list[BaseException]()
     with ExitStack() as stack:

@@ -42,9 +42,10 @@ WAYS: dict[str, Callable[[Engine], object]] = {
 
 
 def test_no_event_is_lost_however_it_was_inserted_because_the_xid_comes_before_the_id(
-    bus: Engine, session: NewSession, background: Background
+    own_bus: Engine, session: NewSession, background: Background
 ) -> None:
     """The position bounds ids by xids: whoever draws an id must have its xid already."""
+    bus = own_bus
     bus.rows("CREATE TABLE {bus}.business (id integer)")
     bus.rows("""CREATE FUNCTION {bus}.announce() RETURNS trigger LANGUAGE plpgsql AS
         $$ BEGIN PERFORM {bus}.publish('orders.created', '{}'); RETURN NULL; END $$""")
@@ -64,8 +65,9 @@ def test_no_event_is_lost_however_it_was_inserted_because_the_xid_comes_before_t
 
 
 def test_no_event_is_lost_whose_xid_was_drawn_after_the_snapshot_and_its_id_before_the_bound(
-    bus: Engine, session: NewSession, background: Background
+    own_bus: Engine, session: NewSession, background: Background
 ) -> None:
+    bus = own_bus
     relays, publishes = session(), session()
     stop_before(bus, "tick", "SELECT CASE WHEN s.is_called")
     bus.resolve(["orders.created"])
@@ -223,9 +225,10 @@ def test_nothing_is_relayed_while_the_bus_is_paused_and_nothing_lost_afterwards(
 
 
 def test_nothing_is_relayed_twice_even_if_two_ticks_start_from_one_position(
-    bus: Engine, session: NewSession, background: Background
+    own_bus: Engine, session: NewSession, background: Background
 ) -> None:
     """With a lock that does not exclude, the keys of ticks and deliveries still do."""
+    bus = own_bus
     event = bus.publish()
     bus.resolve(["orders.created"])
     bus.rows("CREATE SEQUENCE {bus}.no_lock")

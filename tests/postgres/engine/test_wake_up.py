@@ -13,9 +13,9 @@ import pytest
 from psycopg import errors
 
 from eventbus.postgres.migrate import migrate
+from tests.postgres.engine.conftest import ClusterOf
 from tests.postgres.engine.driver import Engine
 from tests.postgres.engine.sessions import GATE, Background, NewSession, gate_closed, open_transaction
-from tests.servers import Cluster
 
 
 class Ears:
@@ -163,11 +163,13 @@ def test_a_relay_need_not_look_for_those_who_only_read_or_maintain_the_outbox(bu
             assert bus.fall_asleep() is False
 
 
-def test_two_phase_commits_work_while_no_relay_asks_to_be_woken_and_are_waited_for(owned_cluster: Cluster) -> None:
-    dsn = owned_cluster.dsn()
-    migrate(dsn, "eventbus")
+def test_two_phase_commits_work_while_no_relay_asks_to_be_woken_and_are_waited_for(
+    cluster_of: ClusterOf, major: int
+) -> None:
+    dsn, schema = cluster_of(major).dsn(), "two-phase"
+    migrate(dsn, schema)
     with psycopg.connect(dsn, autocommit=True) as first, psycopg.connect(dsn, autocommit=True) as second:
-        bus, publisher = Engine(first), Engine(second)
+        bus, publisher = Engine(first, schema), Engine(second, schema)
         bus.declare(orders="#")
         publisher.rows("BEGIN")
         event = publisher.publish()
