@@ -141,7 +141,8 @@ BEGIN
         FROM fresh f JOIN known p ON p.topic = f.topic
         WINDOW upto AS (ORDER BY f.id ROWS UNBOUNDED PRECEDING)
     ), taken AS MATERIALIZED (
-        SELECT r.id, r.size, r.topic_id, r.fanout FROM resolved r WHERE NOT r.blocked AND (r.copies <= p_limit OR r.n = 1)
+        SELECT r.id, r.size, r.topic_id, r.fanout FROM resolved r
+        WHERE NOT r.blocked AND (r.copies <= p_limit OR r.n = 1)
     ), copies AS MATERIALIZED (
         SELECT r.queue_id, k.id, k.size, row_number() OVER (PARTITION BY r.queue_id ORDER BY k.id) AS n
         FROM taken k JOIN targets r ON r.topic_id = k.topic_id

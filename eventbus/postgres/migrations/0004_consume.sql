@@ -227,7 +227,8 @@ BEGIN
             END IF;
             RETURN QUERY
                 SELECT e.id, e.queue_id, NULL::double precision, NULL::double precision, e.attempts, e.crashes,
-                       e.due_at, o.size, o.event_id::text, o.topic, o.key, o.payload::text, o.headers::text, o.published_at
+                       e.due_at, o.size, o.event_id::text, o.topic, o.key, o.payload::text, o.headers::text,
+                       o.published_at
                 FROM unnest(v_ids) WITH ORDINALITY AS u (id, n)
                 CROSS JOIN LATERAL (SELECT e.* FROM {schema}.exceptions e WHERE e.id = u.id OFFSET 0) e
                 LEFT JOIN LATERAL (SELECT o.* FROM {schema}.outbox o WHERE o.id = e.outbox_id OFFSET 0) o ON true
@@ -313,8 +314,8 @@ $body$;
 
 -- Records what became of single deliveries of one claim, which nobody else has recorded yet: the key of progress
 -- decides between this worker and a take-over. Outcomes: [{"seq", "outcome", "delay", "reason", "error", "hi"}],
--- outcome retry | dead | released; delay in seconds; hi: the outcome is that of seq..hi, released only. Returns how many
--- were recorded.
+-- outcome retry | dead | released; delay in seconds; hi: the outcome is that of seq..hi, released only. Returns how
+-- many were recorded.
 CREATE FUNCTION {schema}.record(p_claim bigint, p_done bigint[], p_outcomes json) RETURNS integer
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
