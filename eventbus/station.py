@@ -20,7 +20,7 @@ from eventbus.consuming.subscriptions import Subscription
 from eventbus.errors import ConfigurationError, Unavailable
 from eventbus.postgres.claiming import PostgresConsumer
 from eventbus.postgres.heartbeat import Heartbeat, Pulse, Watch
-from eventbus.postgres.link import Link, Outage, conninfo, describe
+from eventbus.postgres.link import Link, Outage, conninfo, describe, turned_away
 from eventbus.postgres.listener import Ears, Listener
 from eventbus.postgres.migrate import require_current
 from eventbus.postgres.relaying import PostgresRelay
@@ -114,6 +114,8 @@ class Station:
                 require_current(connection, self._settings.schema_name)
         except psycopg.OperationalError as error:
             problem = describe(error, "connect")
+            if turned_away(problem):
+                raise ConfigurationError(f"the server does not let us in: {problem}") from error
             if self._wait:
                 self._outage.began("start", problem)
             raise Unavailable(problem) from error

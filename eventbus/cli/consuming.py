@@ -117,6 +117,7 @@ def _names(queues: str | None) -> list[str] | None:
 def _check_rights(settings: Settings, dsn: str, *, wait: bool) -> None:
     """Name a missing right before anything starts. A server that is down is waited for later."""
     from eventbus.postgres.admin import is_foreign
+    from eventbus.postgres.link import turned_away
     from eventbus.postgres.migrate import require_current
     from eventbus.postgres.privileges import ATTACH, CONSUME, missing, require
 
@@ -129,8 +130,8 @@ def _check_rights(settings: Settings, dsn: str, *, wait: bool) -> None:
                     "this database was restored from another one, and this role may not take it over; "
                     "as the owner of the schema run: eventbus resume"
                 )
-    except Unavailable:
-        if not wait:
+    except Unavailable as error:
+        if not wait or turned_away(str(error)):
             raise
 
 

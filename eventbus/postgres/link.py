@@ -42,6 +42,15 @@ def conninfo(dsn: str, name: str) -> str:
     return make_conninfo(dsn, **{**_DEFAULTS, **conninfo_to_dict(dsn), "application_name": f"eventbus {name}"})
 
 
+_TURNED_AWAY: Final = (
+    "authentication failed",
+    "does not exist",
+    "no pg_hba.conf entry",
+    "is not permitted to log in",
+    "permission denied for database",
+)
+
+
 class Outage:
     """Whether one process can work with the database. Shared by all its links, so that it speaks once."""
 
@@ -213,3 +222,11 @@ def describe(error: psycopg.Error, statement: str) -> str:
     if error.sqlstate is None or error.sqlstate[:2] in ("08", "57", "28", "3D"):
         return text
     return f"{text} (SQLSTATE {error.sqlstate}) while running: {statement}"
+
+
+def turned_away(problem: str) -> bool:
+    """Whether a server answered and will not let us in, so that waiting for it is in vain. ``problem``: its words.
+
+    The driver passes on only the text of a refused connection, so this knows the English ones; others are waited for.
+    """
+    return "FATAL" in problem and any(part in problem for part in _TURNED_AWAY)

@@ -618,6 +618,18 @@ def test_without_waiting_a_server_that_is_down_ends_the_worker(process: Start, b
     Result(worker.returncode, out, err).refused(1, "no connection to PostgreSQL")
 
 
+def test_a_server_that_refuses_the_connection_is_not_waited_for(
+    process: Start, bus: Run, tmp_path: Path, dsn: str
+) -> None:
+    (tmp_path / "stall.py").write_text(
+        "from eventbus import subscribe\n@subscribe('#', name='q')\ndef f(payload: dict): ...\n"
+    )
+    nowhere = conninfo.make_conninfo(dsn, dbname="there_is_no_such_database")
+    worker = process("consume", "stall", dsn=nowhere)
+    out, err = worker.communicate(timeout=60)
+    Result(worker.returncode, out, err).refused(1, "does not exist")
+
+
 def test_a_publisher_without_a_right_is_told_the_grant(
     bus: Run, conn: psycopg.Connection, new_role: Callable[..., tuple[str, str]]
 ) -> None:
