@@ -624,7 +624,7 @@ def test_a_server_that_refuses_the_connection_is_not_waited_for(
     (tmp_path / "stall.py").write_text(
         "from eventbus import subscribe\n@subscribe('#', name='q')\ndef f(payload: dict): ...\n"
     )
-    nowhere = conninfo.make_conninfo(dsn, dbname="there_is_no_such_database")
+    nowhere = psycopg.conninfo.make_conninfo(dsn, dbname="there_is_no_such_database")
     worker = process("consume", "stall", dsn=nowhere)
     out, err = worker.communicate(timeout=60)
     Result(worker.returncode, out, err).refused(1, "does not exist")
