@@ -194,6 +194,7 @@ def test_ntf_01_publishing_does_not_depend_on_the_size_of_events_or_on_how_many_
     scene.check.verify("all")
 
 
+@one_server  # of its own: the queue belongs to the whole server, and others may keep it from draining
 def test_ntf_03_the_notification_queue_drains_and_the_listener_is_never_in_a_transaction(scene: Scene) -> None:
     scene.prepare(QUEUE)
     consumer = scene.consume(QUEUE, concurrency=4)
