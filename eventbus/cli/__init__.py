@@ -16,7 +16,12 @@ GROUPS: Final = ("migrating", "publishing", "consuming", "queues", "dead_letters
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. ``arguments`` without the program's name; ``sys.argv`` if not given."""
+    import os
     import sys
+
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123 - for the whole process
 
     from eventbus.cli.failures import run
     from eventbus.cli.options import new_app

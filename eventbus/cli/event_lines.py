@@ -139,7 +139,11 @@ def _exact(text: str) -> float:
     from decimal import Decimal
 
     number = float(text)
-    if number in (float("inf"), float("-inf")) or Decimal(repr(number)) != Decimal(text):
+    try:
+        fits = number not in (float("inf"), float("-inf")) and Decimal(repr(number)) == Decimal(text)
+    except ArithmeticError:  # an exponent beyond what decimals can hold
+        fits = False
+    if not fits:
         raise ValueError(f"number {text} does not fit into a double; publish it as text")
     return number
 

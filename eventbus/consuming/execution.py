@@ -8,6 +8,7 @@ worker.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,12 +61,21 @@ class Execution:
             return MISSING
         try:
             if self._timeout is not None:
-                async with asyncio.timeout(self._timeout):
-                    return self._judge(await conclude(self._call(event)), event)
+                return await self._handle_in_time(event, self._timeout)
             result = await self._call(event)
+            if self.aborting:  # it may have swallowed its cancellation half-way
+                return RELEASED
             return DONE if result is None else self._judge(await conclude(result), event)
         except BaseException as error:  # noqa: BLE001 - see the module's docstring
             return self._failed(error, event)
+
+    async def _handle_in_time(self, event: Event, seconds: float) -> Verdict:
+        """A handler that was cut short has failed, also if it swallowed its cancellation and returned."""
+        async with asyncio.timeout(seconds) as limit:
+            outcome = await conclude(self._call(event))
+        if limit.expired():
+            raise TimeoutError(f"the handler was cut short after {seconds:g} s")
+        return RELEASED if self.aborting else self._judge(outcome, event)
 
     def handle_blocking(self, delivery: Delivery) -> Verdict | Unfinished:
         """Call a plain handler in this thread; unfinished work that it returned is given back. Never raises."""
@@ -87,7 +97,8 @@ class Execution:
         event = delivery.event
         assert event is not None
         try:
-            return self._judge(await conclude(unfinished.result), event)
+            outcome = await conclude(unfinished.result)
+            return RELEASED if self.aborting else self._judge(outcome, event)
         except BaseException as error:  # noqa: BLE001 - see the module's docstring
             return self._failed(error, event)
 
@@ -96,7 +107,7 @@ class Execution:
             case Done():
                 return DONE
             case Discard(reason):
-                log.info("discarded %s: %s", event, reason, extra=_about(event))
+                _say(logging.INFO, "discarded %s: %s", event, reason, about=event)
                 return DONE
             case DeadLetter(reason):
                 return self._dead(event, reason or "the handler gave up", None)
@@ -120,15 +131,21 @@ class Execution:
             attempts = "1 attempt" if event.attempt == 1 else f"{event.attempt} attempts"
             return self._dead(event, f"gave up after {attempts}", problem)
         delay = policy.delay(event.attempt, self._random) if after is None else after
-        log.warning(
-            "attempt %d of %d failed, again in %.1f s: %s: %s",
-            event.attempt, policy.max_attempts, delay, event, _brief(problem), extra=_about(event),
+        _say(
+            logging.WARNING, "attempt %d of %d failed, again in %.1f s: %s: %s",
+            event.attempt, policy.max_attempts, delay, event, _brief(problem), about=event,
         )  # fmt: skip
         return Verdict("retry", delay=delay, error=_stored(problem))
 
     def _dead(self, event: Event, reason: str, problem: Failure | None) -> Verdict:
-        log.error("dead letter (%s): %s: %s", reason, event, _brief(problem), extra=_about(event))
+        _say(logging.ERROR, "dead letter (%s): %s: %s", reason, event, _brief(problem), about=event)
         return Verdict("dead", reason=reason, error=_stored(problem))
+
+
+def _say(level: int, message: str, *values: object, about: Event) -> None:
+    """Log, whatever the program's filters and handlers of logging raise: a verdict does not depend on them."""
+    with contextlib.suppress(Exception):
+        log.log(level, message, *values, extra=_about(about))
 
 
 def _about(event: Event) -> dict[str, Any]:

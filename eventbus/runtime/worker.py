@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +23,8 @@ log = logging.getLogger("eventbus")
 _SETTLE_PATIENCE = 5.0
 """Seconds that the last settlements may take after the handlers have ended."""
 _FORCED_PATIENCE = 1.0
+_LAST_RESORT = 5.0
+"""Seconds from the second signal to the end of a process whose event loop is blocked."""
 _QUIET_LOOK = 0.02
 _UNDONE_LOOK = 0.2
 
@@ -212,21 +216,35 @@ def _defect(ended: set[asyncio.Task[Any]]) -> bool:
 
 
 class _Signals:
-    """SIGTERM and SIGINT call ``stop`` while the block runs; outside the main thread nothing is installed."""
+    """SIGTERM and SIGINT call ``stop`` while the block runs; outside the main thread nothing is installed.
+
+    They are received between any two steps of the interpreter, so that a handler that blocks the event loop cannot
+    keep the second one from ending the process.
+    """
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self._stop = stop
-        self._installed: list[signal.Signals] = []
+        self._previous: dict[signal.Signals, Any] = {}
+        self._received = 0
+        self._last_resort: threading.Timer | None = None
 
     def __enter__(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            try:
-                loop.add_signal_handler(number, self._stop)
-            except (RuntimeError, ValueError, NotImplementedError):
-                return
-            self._installed.append(number)
+
+        def receive(_number: int, _frame: object) -> None:
+            self._received += 1
+            loop.call_soon_threadsafe(self._stop)
+            if self._received == 2:
+                self._last_resort = threading.Timer(_LAST_RESORT, os._exit, (1,))
+                self._last_resort.daemon = True
+                self._last_resort.start()
+
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, receive)
 
     def __exit__(self, *_: object) -> None:
-        for number in self._installed:
-            asyncio.get_running_loop().remove_signal_handler(number)
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+        if self._last_resort is not None:
+            self._last_resort.cancel()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -188,3 +190,31 @@ async def test_cancelling_the_task_that_runs_a_worker_gives_back_what_runs_and_l
     assert scene.workers() == []
     assert scene.check.standing("tasks").held == 0
     assert scene.query("SELECT max(crashes), max(attempts) FROM eventbus.exceptions") == [(0, 0)]
+
+
+BLOCKED = """
+import sys, time
+from eventbus import Event, EventBus
+from eventbus.settings import load
+
+bus = EventBus(load({"dsn": sys.argv[1]}))
+
+@bus.subscribe("#", name="tasks")
+async def block(event: Event) -> None:
+    print("blocked", flush=True)
+    time.sleep(600)
+
+sys.exit(bus.consume())
+"""
+
+
+@one_server
+def test_a_second_signal_ends_a_process_whose_handler_blocks_the_event_loop(scene: Scene) -> None:
+    scene.prepare(TASKS)
+    scene.publish("a", {})
+    with subprocess.Popen([sys.executable, "-c", BLOCKED, scene.dsn], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "blocked\n"
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(15) == 1

@@ -228,3 +228,47 @@ async def test_failures_and_dead_letters_are_logged_with_what_is_needed_to_find_
     assert (first.__dict__["queue"], first.__dict__["attempt"]) == ("tests", 1)
     assert first.__dict__["event_id"] == str(given.event.event_id)
     assert "ValueError: no" in first.message
+
+
+async def swallows_its_cancellation(event: Event) -> None:
+    """What many handlers do by accident."""
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        return
+
+
+async def test_a_handler_that_swallows_its_timeout_has_failed_and_is_not_taken_for_done() -> None:
+    found = await verdict(swallows_its_cancellation, timeout=0.01)
+    assert found.outcome == "retry"
+    assert found.error is not None
+    assert found.error["type"] == "TimeoutError"
+
+
+async def test_a_handler_that_a_stop_cut_short_is_released_even_if_it_swallowed_that() -> None:
+    made = execution(swallows_its_cancellation)
+    running = asyncio.create_task(made.handle(delivery()))
+    await asyncio.sleep(0)
+    made.aborting = True
+    running.cancel()
+    assert await running == RELEASED
+
+
+class Broken(logging.Filter):
+    """A filter of the user's that fails."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        raise RuntimeError("a broken filter")
+
+
+@pytest.mark.parametrize("handler", both(ValueError("no")) + both(Discard("no")) + both(DeadLetter("no")))
+async def test_logging_that_fails_costs_no_verdict(handler: Callable[..., Any]) -> None:
+    logger, broken = logging.getLogger("eventbus"), Broken()
+    level = logger.level
+    logger.addFilter(broken)
+    logger.setLevel(logging.DEBUG)
+    try:
+        assert (await verdict(handler)).outcome in ("retry", "done", "dead")
+    finally:
+        logger.removeFilter(broken)
+        logger.setLevel(level)

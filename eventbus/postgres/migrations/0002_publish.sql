@@ -75,8 +75,8 @@ BEGIN
     IF publish.key IS NOT NULL AND octet_length(publish.key) NOT BETWEEN 1 AND 512 THEN
         RAISE invalid_parameter_value USING MESSAGE = 'eventbus: a key is 1 to 512 bytes of text';
     END IF;
-    IF publish.delay < interval '0' THEN
-        RAISE invalid_parameter_value USING MESSAGE = 'eventbus: a delay is not negative';
+    IF publish.delay < interval '0' OR publish.delay > interval '36500 days' THEN
+        RAISE invalid_parameter_value USING MESSAGE = 'eventbus: a delay is not negative and at most 36500 days';
     END IF;
     IF publish.headers IS NOT NULL THEN
         IF json_typeof(publish.headers) <> 'object' THEN

@@ -21,6 +21,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("a long header", {"headers": json.dumps({"a": "x" * 8193})}, "8 KiB"),
     ("many headers", {"headers": json.dumps({f"h{n}": "x" * 8000 for n in range(5)})}, "32 KiB"),
     ("a delay into the past", {"delay": "-1 second"}, "not negative"),
+    ("a delay of ages", {"delay": "9000 years"}, "at most 36500 days"),
 ]
 
 
