@@ -51,7 +51,8 @@ class _Backlog:
             line.run(
                 self.connection,
                 "INSERT INTO {s}.deliveries (queue_id, lane, seq, outbox_id, size)"
-                f" SELECT 1, 0, i, i, {line.PAYLOAD_BYTES} FROM generate_series(%s::bigint, %s::bigint) AS i ORDER BY i",
+                f" SELECT 1, 0, i, i, {line.PAYLOAD_BYTES}"
+                " FROM generate_series(%s::bigint, %s::bigint) AS i ORDER BY i",
                 (first, last),
             )
             say(f"  {last:,} of {self.rows:,} rows")
