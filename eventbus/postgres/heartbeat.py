@@ -16,7 +16,7 @@ from uuid import UUID
 import orjson
 import psycopg
 
-from eventbus.postgres.link import Outage, conninfo, describe
+from eventbus.postgres.link import SESSION, Outage, conninfo, describe
 from eventbus.postgres.statements import Statements
 from eventbus.settings import Settings
 
@@ -139,7 +139,7 @@ class Heartbeat:
 
     def _connect(self) -> None:
         connection = psycopg.connect(conninfo(self._dsn, _NAME), autocommit=True)
-        connection.execute(self._calls["session"])
+        connection.execute(SESSION)
         self._connection = connection
         self._connected_at = time.monotonic()
         self._watch.connected()

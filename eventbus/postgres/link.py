@@ -26,7 +26,8 @@ _DEFAULTS: Final[Mapping[str, int]] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,
 }
-_SESSION = b"SET default_transaction_isolation = 'read committed'"
+SESSION = b"SET default_transaction_isolation = 'read committed'"
+"""What every connection of the bus says first, whatever the role's default is."""
 _LONGEST_BACKOFF = 5.0
 _FORGIVEN_AFTER = 2 * _LONGEST_BACKOFF
 """Seconds after which a statement that failed is not expected to come again."""
@@ -166,7 +167,7 @@ class Link:
     async def _connect(self) -> psycopg.AsyncConnection[Row]:
         connection = await psycopg.AsyncConnection.connect(conninfo(self._dsn, self.name), autocommit=True)
         try:
-            await connection.execute(_SESSION)
+            await connection.execute(SESSION)
         except BaseException:
             await connection.close()
             raise

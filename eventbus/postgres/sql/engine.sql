@@ -1,9 +1,5 @@
 -- Calls of the engine's functions, which the migrations install and explain.
 
--- name: session
--- What every connection of the bus says first, whatever the role's default is.
-SET default_transaction_isolation = 'read committed'
-
 -- name: tick
 -- Relays the next rows.
 SELECT state, more, events, deliveries, fed, unknown, due_in FROM {schema}.tick(%s, %s)
