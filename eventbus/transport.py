@@ -58,7 +58,9 @@ Outcome = Done | Retry | Discard | DeadLetter | Released
 class Verdict:
     """An outcome as the engine stores it. ``delay`` in seconds; ``error`` is the failure as JSON types."""
 
-    outcome: Literal["done", "retry", "dead", "released"]
+    outcome: Literal["done", "retry", "dead", "released", "deferred", "parked"]
+    """``deferred``: again after ``delay``, without counting an attempt. ``parked``: an earlier event of its key is not
+    done."""
     delay: float = 0.0
     reason: str | None = None
     error: Mapping[str, Any] | None = None
@@ -66,6 +68,7 @@ class Verdict:
 
 DONE = Verdict("done")
 RELEASED = Verdict("released")
+PARKED = Verdict("parked")
 
 
 @dataclass(slots=True, eq=False)
@@ -96,16 +99,23 @@ class Lease:
     """The worker lost it; whatever its handlers return is discarded."""
 
 
+Twin = Literal["completed", "pending"] | None
+"""What another delivery of the same event has come to in this queue, if its executions are recorded."""
+
+
 class Delivery:
     """One event on its way to one handler call."""
 
-    __slots__ = ("event", "lease", "seq")
+    __slots__ = ("event", "following", "lease", "seq", "twin")
 
-    def __init__(self, event: Event | None, lease: Lease, seq: int) -> None:
+    def __init__(self, event: Event | None, lease: Lease, seq: int, twin: Twin = None) -> None:
         self.event = event
         """``None`` when the outbox no longer has the event; settles as a dead letter."""
         self.lease = lease
         self.seq = seq
+        self.twin = twin
+        self.following: Delivery | None = None
+        """The next event of the same key, in an ordered queue: it starts when this one is done."""
 
 
 @dataclass(frozen=True, slots=True)
