@@ -11,21 +11,18 @@ import functools
 import inspect
 import os.path
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eventbus.consuming.parameters import Argument, Scope, Unfit, arguments_of
-from eventbus.consuming.payloads import Load
+from eventbus.consuming.calls import Call, specialise
+from eventbus.consuming.parameters import Scope, Terms, Unfit, arguments_of
 from eventbus.consuming.results import Failure, conclude, failure, outcome_of
 from eventbus.errors import ConfigurationError, InvalidHandler
-from eventbus.event import Event
 from eventbus.topics import validate_queue_name
 
 __all__ = ["Definition", "Failure", "Handler", "adapt", "conclude", "failure", "outcome_of"]
-
-Call = Callable[[Event], Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,12 +65,15 @@ class Handler:
     called on the event loop and returns an awaitable; False means it may block and belongs into a thread. Either
     way, what it returned goes through :func:`conclude` on the event loop, which waits for a coroutine that a plain
     function returned. ``call`` raises :class:`~eventbus.errors.PayloadMismatch` itself, before anything is awaited.
+
+    ``takes_connection``: it asks for the connection of its transaction, and is called as ``call(event, connection)``.
     """
 
     name: str
     is_async: bool
     call: Call
     definition: Definition
+    takes_connection: bool = False
 
     @property
     def location(self) -> str:
@@ -81,21 +81,29 @@ class Handler:
         return self.definition.location
 
 
-def adapt(function: Callable[..., Any], name: str | None = None) -> Handler:
+def adapt(function: Callable[..., Any], name: str | None = None, *, transactional: bool = False) -> Handler:
     """Make ``function`` callable with one event; raises :class:`~eventbus.errors.InvalidHandler`.
 
     Takes functions, lambdas, methods of objects, objects with ``__call__``, partials and static methods, plain or
-    async. ``name`` is the queue's; without it the name is ``module.qualname`` without ``<locals>``.
+    async. ``name`` is the queue's; without it the name is ``module.qualname`` without ``<locals>``. Only a
+    ``transactional`` one may ask for a connection.
     """
     definition = _define(function)
     plain = _underlying(function)
+    terms = Terms(transactional, inspect.iscoroutinefunction(plain))
     try:
         _refuse_what_never_runs(function, plain)
-        arguments = arguments_of(function, _scope(plain))
+        arguments = arguments_of(function, _scope(plain), terms)
         queue = _default_name(definition, plain) if name is None else validate_queue_name(name)
     except Unfit as problem:
         raise InvalidHandler(f"{definition} cannot be a handler: {problem}") from None
-    return Handler(queue, inspect.iscoroutinefunction(plain), _specialise(function, arguments), definition)
+    return Handler(
+        name=queue,
+        is_async=terms.is_async,
+        call=specialise(function, arguments),
+        definition=definition,
+        takes_connection=any(argument.connection for argument in arguments),
+    )
 
 
 def _define(function: Any) -> Definition:
@@ -182,54 +190,3 @@ def _module_to_import(module: str, names: dict[str, Any]) -> str | None:
     if spec is not None:
         return str(spec.name).removesuffix(".__main__")
     return None if file is None else Path(file).stem
-
-
-def _specialise(function: Callable[..., Any], arguments: Sequence[Argument]) -> Call:
-    """The cheapest call for the parameters that have to be filled."""
-    if any(argument.keyword is not None for argument in arguments):
-        return _by_keyword(function, arguments)
-    match [argument.load for argument in arguments]:
-        case [None]:
-            return function
-        case [load] if load is not None:
-            return _payload_only(function, load)
-        case [None, load] if load is not None:
-            return _event_and_payload(function, load)
-        case [load, None] if load is not None:
-            return _payload_and_event(function, load)
-        case _:
-            raise AssertionError("arguments_of allows one event and one payload")
-
-
-def _payload_only(function: Callable[..., Any], load: Load) -> Call:
-    def call(event: Event) -> Any:
-        return function(load(event))
-
-    return call
-
-
-def _event_and_payload(function: Callable[..., Any], load: Load) -> Call:
-    def call(event: Event) -> Any:
-        return function(event, load(event))
-
-    return call
-
-
-def _payload_and_event(function: Callable[..., Any], load: Load) -> Call:
-    def call(event: Event) -> Any:
-        return function(load(event), event)
-
-    return call
-
-
-def _by_keyword(function: Callable[..., Any], arguments: Sequence[Argument]) -> Call:
-    positional = [argument.load for argument in arguments if argument.keyword is None]
-    named = [(argument.keyword, argument.load) for argument in arguments if argument.keyword is not None]
-
-    def call(event: Event) -> Any:
-        return function(
-            *[event if load is None else load(event) for load in positional],
-            **{keyword: event if load is None else load(event) for keyword, load in named},
-        )
-
-    return call

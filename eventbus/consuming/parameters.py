@@ -1,4 +1,4 @@
-"""What each parameter of a handler gets: the event or its payload.
+"""What each parameter of a handler gets: the event, its payload, or the connection of its transaction.
 
 Decided once, from the annotations, when the function is registered. Before it: ``subscriptions`` has a function.
 After it: ``handlers`` builds the call, and ``payloads`` turns the stored JSON into what an annotation asks for.
@@ -26,13 +26,23 @@ class Unfit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One parameter to fill: with the event when ``load`` is None, else with what ``load`` makes of the event.
+    """One parameter to fill: with the connection, with the event when ``load`` is None, else with its payload.
 
-    ``keyword`` is the parameter's name if it can only be passed by name.
+    ``load`` makes of the event what the parameter asks for. ``keyword`` is the parameter's name if it can only be
+    passed by name.
     """
 
     keyword: str | None
     load: Load | None
+    connection: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How the function will be called: inside a transaction of the bus or not, on the event loop or in a thread."""
+
+    transactional: bool = False
+    is_async: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +53,11 @@ class Scope:
     code: types.CodeType | None
 
 
-def arguments_of(function: Callable[..., Any], scope: Scope) -> tuple[Argument, ...]:
+def arguments_of(function: Callable[..., Any], scope: Scope, terms: Terms) -> tuple[Argument, ...]:
     """The parameters of ``function`` that the bus fills, in order; raises :class:`Unfit`.
 
-    Parameters with a default and ``*args`` / ``**kwargs`` are left alone. At most one parameter takes the event and
-    at most one the payload; a function that only has ``*args`` gets the event.
+    Parameters with a default and ``*args`` / ``**kwargs`` are left alone. At most one parameter takes the event, at
+    most one the payload and at most one the connection; a function that only has ``*args`` gets the event.
     """
     parameters = list(_signature(function).parameters.values())
     required = [each for each in parameters if each.default is each.empty and each.kind not in _VARIADIC]
@@ -57,7 +67,7 @@ def arguments_of(function: Callable[..., Any], scope: Scope) -> tuple[Argument, 
         raise Unfit("it has no parameter for the event; add one without a default, for example 'event: Event'")
     if required[0].name in ("self", "cls") and required[0].annotation is inspect.Parameter.empty:
         raise Unfit("it is a method without its object; subscribe the method of an object, subscribe(…)(thing.method)")
-    arguments = tuple(_argument(each, scope) for each in required)
+    arguments = tuple(_argument(each, scope, terms) for each in required)
     _refuse_doubles(required, arguments)
     return arguments
 
@@ -76,22 +86,33 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
         raise Unfit(f"its parameters cannot be read ({error}); wrap it in a function of one 'event'") from None
 
 
-def _argument(parameter: inspect.Parameter, scope: Scope) -> Argument:
+def _argument(parameter: inspect.Parameter, scope: Scope, terms: Terms) -> Argument:
     keyword = parameter.name if parameter.kind is parameter.KEYWORD_ONLY else None
     if parameter.annotation is parameter.empty:
         return Argument(keyword, None)
     annotation = _resolve(parameter, scope)
     members = _members(annotation)
     if any(_is_connection(each) for each in members):
-        raise Unfit(
-            f"parameter '{parameter.name}' asks for a database connection, which needs transactional=True, which "
-            f"this version does not have; open a connection inside the handler"
-        )
+        _check_connection(parameter.name, members, terms)
+        return Argument(keyword, None, connection=True)
     if Event not in members:
         return Argument(keyword, _payload(parameter, annotation))
     if len(members) > 1:
         raise Unfit(f"parameter '{parameter.name}' mixes Event with a payload type; use one parameter for each")
     return Argument(keyword, None)
+
+
+def _check_connection(name: str, members: Sequence[Any], terms: Terms) -> None:
+    if not terms.transactional:
+        raise Unfit(
+            f"parameter '{name}' asks for a database connection, which needs transactional=True: add it to the "
+            f"decorator, or open a connection inside the handler"
+        )
+    wanted, kind = (AsyncConnection, "an async") if terms.is_async else (Connection, "a plain")
+    if any((get_origin(each) or each) is not wanted for each in members):
+        raise Unfit(
+            f"parameter '{name}' has the wrong type of connection: {kind} handler gets a psycopg.{wanted.__name__}"
+        )
 
 
 def _payload(parameter: inspect.Parameter, annotation: Any) -> Load:
@@ -105,13 +126,22 @@ def _payload(parameter: inspect.Parameter, annotation: Any) -> Load:
 
 
 def _refuse_doubles(required: Sequence[inspect.Parameter], arguments: Sequence[Argument]) -> None:
-    for kind, wants_event in (("event", True), ("payload", False)):
-        names = [p.name for p, a in zip(required, arguments, strict=True) if (a.load is None) is wants_event]
+    for kind in ("event", "payload", "connection"):
+        names = [p.name for p, a in zip(required, arguments, strict=True) if _kind(a) == kind]
         if len(names) > 1:
             raise Unfit(
                 f"parameters {' and '.join(map(repr, names))} would all get the {kind}; 'Event' or no annotation "
-                f"means the event, any other annotation the payload: keep one for each, give the others a default"
+                f"means the event, a connection that of the transaction, any other annotation the payload: keep one "
+                f"for each, give the others a default"
             )
+    if all(argument.connection for argument in arguments):
+        raise Unfit("it has no parameter for the event; add one without a default, for example 'event: Event'")
+
+
+def _kind(argument: Argument) -> str:
+    if argument.connection:
+        return "connection"
+    return "event" if argument.load is None else "payload"
 
 
 def _resolve(parameter: inspect.Parameter, scope: Scope) -> Any:

@@ -7,36 +7,60 @@ consumer runs its handler. Handlers are held by strong references for as long as
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Literal, TypeVar
 
+from eventbus.consuming import options
 from eventbus.consuming.handlers import Definition, Handler, adapt
-from eventbus.errors import ConfigurationError, DuplicateQueue, InvalidHandler, InvalidTopic
+from eventbus.errors import ConfigurationError, DuplicateQueue, InvalidTopic
 from eventbus.retry import RetryPolicy
 from eventbus.topics import validate_pattern
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-_LONGEST_TIMEOUT: Final = 86_400.0
-_MOST_CONCURRENCY: Final = 10_000
-_DEFAULT_RETRY: Final = RetryPolicy()
+Exceptions = type[BaseException] | tuple[type[BaseException], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
     """One queue: its name, the patterns that feed it, and how its handler is run.
 
-    ``timeout`` is in seconds, None for none. ``concurrency`` is how many handlers may run at once in one process,
-    None for the setting.
+    Times are in seconds. ``timeout`` None: no limit; ``concurrency`` None: the setting; ``batch`` None: the handler
+    gets one event at a time. ``retry_on`` None: every exception is retried by ``retry``; otherwise those of its rules,
+    and what matches none is a dead letter.
     """
 
     name: str
     patterns: tuple[str, ...]
     handler: Handler
-    retry: RetryPolicy = _DEFAULT_RETRY
+    retry: RetryPolicy = options.DEFAULT_RETRY
     timeout: float | None = None
     concurrency: int | None = None
+    retry_on: options.RetryRules | None = None
+    discard_on: tuple[type[BaseException], ...] = ()
+    idempotent: bool = False
+    transactional: bool = False
+    ordered: bool = False
+    when_exhausted: options.WhenExhausted = "park"
+    priorities: int | None = None
+    batch: int | None = None
+    batch_wait: float = options.DEFAULT_BATCH_WAIT
+    start: options.Start = "latest"
+
+    @property
+    def tracking(self) -> Literal["none", "idempotent", "transactional"]:
+        """How executions are recorded; a transactional handler needs nothing more to be idempotent."""
+        if self.transactional:
+            return "transactional"
+        return "idempotent" if self.idempotent else "none"
+
+    @property
+    def kind(self) -> Literal["plain", "ordered", "prioritized"]:
+        """What splits the queue into lanes."""
+        if self.ordered:
+            return "ordered"
+        return "plain" if self.priorities is None else "prioritized"
 
 
 class Subscriptions:
@@ -45,13 +69,23 @@ class Subscriptions:
     def __init__(self) -> None:
         self._by_name: dict[str, Subscription] = {}
 
-    def subscribe(
+    def subscribe(  # noqa: PLR0913 - the options of the public interface
         self,
         *patterns: str,
         name: str | None = None,
+        idempotent: bool = False,
+        transactional: bool = False,
+        ordered: bool = False,
+        when_exhausted: options.WhenExhausted | None = None,
+        priorities: int | None = None,
+        batch: int | None = None,
+        batch_wait: float | None = None,
         retry: RetryPolicy | None = None,
+        retry_on: Exceptions | Mapping[type[BaseException], RetryPolicy] | None = None,
+        discard_on: Exceptions | None = None,
         timeout: float | None = None,
         concurrency: int | None = None,
+        start: options.Start = "latest",
     ) -> Callable[[Function], Function]:
         """Decorate a function as the handler of a queue; the function itself is returned unchanged.
 
@@ -60,18 +94,32 @@ class Subscriptions:
         object under the same name again adds its patterns to the queue, if the options are the same.
         """
         wanted = _checked_patterns(patterns)
-        policy = _checked_retry(retry)
-        _check_timeout(timeout)
-        _check_concurrency(concurrency)
+        policy = options.checked_retry(retry)
+        options.check_flags(idempotent=idempotent, transactional=transactional, ordered=ordered)
+        options.check_priorities(priorities, ordered=ordered)
+        options.check_timeout(timeout)
+        options.check_concurrency(concurrency)
+        subscription = functools.partial(
+            Subscription,
+            patterns=wanted,
+            retry=policy,
+            timeout=timeout,
+            concurrency=concurrency,
+            retry_on=options.checked_retry_on(retry_on, policy),
+            discard_on=options.checked_discard_on(discard_on),
+            idempotent=idempotent,
+            transactional=transactional,
+            ordered=ordered,
+            when_exhausted=options.checked_when_exhausted(when_exhausted, ordered=ordered),
+            priorities=priorities,
+            batch=batch,
+            batch_wait=options.checked_batch_wait(batch_wait, batch),
+            start=options.checked_start(start),
+        )
 
         def decorate(function: Function) -> Function:
-            handler = adapt(function, name)
-            if timeout is not None and not handler.is_async:
-                raise InvalidHandler(
-                    f"{handler.definition} cannot have timeout={timeout!r}: a plain function runs in a thread, which "
-                    "nothing can stop; make it async def, or give its network calls their own timeouts"
-                )
-            self._add(Subscription(handler.name, wanted, handler, policy, timeout, concurrency))
+            handler = adapt(function, name, transactional=transactional)
+            self._add(subscription(name=handler.name, handler=handler))
             return function
 
         return decorate
@@ -98,7 +146,7 @@ class Subscriptions:
             return
         if not old.handler.definition.is_same_function(new.handler.definition):
             raise DuplicateQueue(_clash(new.name, old.handler.definition, new.handler.definition))
-        if (old.retry, old.timeout, old.concurrency) != (new.retry, new.timeout, new.concurrency):
+        if replace(new, patterns=old.patterns, handler=old.handler) != old:
             raise DuplicateQueue(
                 f"queue '{new.name}' of {new.handler.definition} is subscribed twice with different options; "
                 f"give the same options both times, or one of them its own name=…"
@@ -130,35 +178,6 @@ def _checked_patterns(patterns: tuple[Any, ...]) -> tuple[str, ...]:
     if isinstance(patterns[0], list | tuple | set | frozenset):
         raise InvalidTopic("give several patterns one after the other: subscribe('orders.*', 'refunds.#')")
     return tuple(dict.fromkeys(validate_pattern(pattern) for pattern in patterns))
-
-
-def _checked_retry(retry: object) -> RetryPolicy:
-    if retry is None:
-        return _DEFAULT_RETRY
-    if not isinstance(retry, RetryPolicy):
-        raise ConfigurationError(f"retry={retry!r} must be a RetryPolicy, for example RetryPolicy(max_attempts=3)")
-    return retry
-
-
-def _check_timeout(timeout: object) -> None:
-    if timeout is None:
-        return
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not is_number or not 0 < timeout <= _LONGEST_TIMEOUT:  # type: ignore[operator]
-        raise ConfigurationError(
-            f"timeout={timeout!r} must be seconds above 0 and up to {_LONGEST_TIMEOUT:,.0f}, or None for no limit"
-        )
-
-
-def _check_concurrency(concurrency: object) -> None:
-    if concurrency is None:
-        return
-    is_whole = isinstance(concurrency, int) and not isinstance(concurrency, bool)
-    if not is_whole or not 1 <= concurrency <= _MOST_CONCURRENCY:  # type: ignore[operator]
-        raise ConfigurationError(
-            f"concurrency={concurrency!r} must be a whole number from 1 to {_MOST_CONCURRENCY:,}, "
-            f"or None for the setting"
-        )
 
 
 def _unknown_queue(name: str, known: list[str]) -> str:

@@ -196,6 +196,24 @@ def test_constraints_in_an_annotation_are_checked() -> None:
         adapt(handle).call(event("-1"))
 
 
+def connection_between(order: Order, conn: psycopg.Connection, event: Event) -> tuple[Any, ...]:
+    return (order, conn, event)
+
+
+def connection_by_name(event: Event, *, conn: psycopg.Connection[Any] | None) -> tuple[Any, ...]:
+    return (event, conn)
+
+
+def test_a_transactional_handler_is_called_with_its_connection_and_others_without() -> None:
+    given, order, connection = event(), Order(id=7), object()
+    handler = adapt(connection_between, transactional=True)
+    assert handler.takes_connection
+    assert handler.call(given, connection) == (order, connection, given)
+    assert adapt(connection_by_name, transactional=True).call(given, connection) == (given, connection)
+    assert not adapt(order_only, transactional=True).takes_connection
+    assert adapt(order_only, transactional=True).call(given) == (order,)
+
+
 def test_a_handler_that_only_takes_the_event_costs_nothing_extra() -> None:
     assert adapt(synchronous).call is synchronous
 
@@ -225,7 +243,7 @@ REFUSED: list[tuple[Any, str]] = [
     (functools.partial(Callables), "it is a class"),
     (Callables.__dict__["of_class"], "it is a class method"),
     (Callables.method, "it is a method without its object"),
-    (with_connection, "needs transactional=True, which this version does not have"),
+    (with_connection, "needs transactional=True: add it"),
     (lambda: None, "no parameter for the event"),
     (lambda first, second: None, "would all get the event"),
     ("not a function", "an object of type str cannot be called"),

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from pydantic import BaseModel
 
-from eventbus.consuming.parameters import Argument, Scope, Unfit, arguments_of
+from eventbus.consuming.parameters import Argument, Scope, Terms, Unfit, arguments_of
 from eventbus.event import Event
 
 if TYPE_CHECKING:
@@ -26,21 +26,21 @@ class Order(BaseModel):
 NO_EVENT: Any = None
 
 
-def filled(function: Callable[..., Any]) -> list[str]:
-    """``event`` or ``payload`` for each parameter, with the name of those that are passed by name."""
+def filled(function: Callable[..., Any], terms: Terms | None = None) -> list[str]:
+    """``event``, ``payload`` or ``connection`` for each parameter, with the name of those that are passed by name."""
     plain = function.func if isinstance(function, functools.partial) else function
-    arguments = arguments_of(function, Scope(globals(), getattr(plain, "__code__", None)))
+    arguments = arguments_of(function, Scope(globals(), getattr(plain, "__code__", None)), terms or Terms())
     return [_described(argument) for argument in arguments]
 
 
 def _described(argument: Argument) -> str:
-    kind = "event" if argument.load is None else "payload"
+    kind = "connection" if argument.connection else "event" if argument.load is None else "payload"
     return kind if argument.keyword is None else f"{argument.keyword}={kind}"
 
 
-def refusal(function: Callable[..., Any]) -> str:
+def refusal(function: Callable[..., Any], terms: Terms | None = None) -> str:
     with pytest.raises(Unfit) as refused:
-        filled(function)
+        filled(function, terms)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -158,7 +158,7 @@ class Client:
         (two_events, "parameters 'first' and 'second' would all get the event"),
         (two_payloads, "parameters 'topic' and 'payload' would all get the payload"),
         (event_or_order, "'either' mixes Event with a payload type"),
-        (connection, "'conn' asks for a database connection, which needs transactional=True, which this version"),
+        (connection, "'conn' asks for a database connection, which needs transactional=True"),
         (async_connection, "'conn' asks for a database connection"),
         (maybe_connection, "'conn' asks for a database connection"),
         (only_for_the_type_checker, "'Fraction' is not defined where the handler is registered"),
@@ -173,3 +173,23 @@ def test_a_function_that_cannot_be_called_with_one_event_is_refused_with_what_to
     function: Callable[..., Any], said: str
 ) -> None:
     assert said in refusal(function)
+
+
+def two_connections(event: Event, first: psycopg.Connection, second: psycopg.Connection) -> None: ...
+def no_event(conn: psycopg.Connection) -> None: ...
+def mixed_connection(event: Event, conn: psycopg.Connection | Order) -> None: ...
+def by_name_only(order: Order, *, conn: psycopg.Connection[Any]) -> None: ...
+
+
+def test_a_transactional_handler_gets_the_connection_of_its_kind() -> None:
+    plain, on_the_loop = Terms(transactional=True), Terms(transactional=True, is_async=True)
+    assert filled(connection, plain) == ["event", "connection"]
+    assert filled(maybe_connection, plain) == ["event", "connection"]
+    assert filled(by_name_only, plain) == ["payload", "conn=connection"]
+    assert filled(async_connection, on_the_loop) == ["event", "connection"]
+    assert filled(takes_both, plain) == ["event", "payload"]
+    assert "a plain handler gets a psycopg.Connection" in refusal(async_connection, plain)
+    assert "an async handler gets a psycopg.AsyncConnection" in refusal(connection, on_the_loop)
+    assert "'conn' has the wrong type of connection" in refusal(mixed_connection, plain)
+    assert "'first' and 'second' would all get the connection" in refusal(two_connections, plain)
+    assert "no parameter for the event" in refusal(no_event, plain)

@@ -154,7 +154,10 @@ def test_two_decorators_on_one_function_feed_its_queue_from_both_topics(subscrip
     assert [subscription.patterns for subscription in subscriptions] == [("orders.created", "refunds.created")]
 
 
-@pytest.mark.parametrize("options", [{"retry": RetryPolicy(2)}, {"timeout": 5.0}, {"concurrency": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [{"retry": RetryPolicy(2)}, {"timeout": 5.0}, {"concurrency": 1}, {"ordered": True}, {"discard_on": KeyError}],
+)
 def test_two_decorators_with_different_options_are_refused_instead_of_one_being_ignored(
     subscriptions: Subscriptions, options: dict[str, Any]
 ) -> None:
@@ -269,6 +272,18 @@ def test_a_decorator_without_topics_is_refused_instead_of_never_called(subscript
         ("concurrency", 10_001),
         ("retry", 3),
         ("retry", False),
+        ("idempotent", 1),
+        ("transactional", None),
+        ("ordered", "yes"),
+        ("when_exhausted", "stop"),
+        ("priorities", 1),
+        ("priorities", 11),
+        ("priorities", True),
+        ("batch", 0),
+        ("batch", 10_001),
+        ("batch", 2.5),
+        ("start", "now"),
+        ("start", None),
     ],
 )
 def test_an_option_that_cannot_work_is_refused_with_its_name(
@@ -276,6 +291,12 @@ def test_an_option_that_cannot_work_is_refused_with_its_name(
 ) -> None:
     with pytest.raises(ConfigurationError, match=f"^{option}=.* must be "):
         subscriptions.subscribe("a", **{option: value})
+
+
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, "1", True])
+def test_a_wait_for_a_batch_that_cannot_work_is_refused(subscriptions: Subscriptions, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^batch_wait=.* must be "):
+        subscriptions.subscribe("a", batch=10, batch_wait=value)
 
 
 def test_a_refused_handler_leaves_nothing_behind(subscriptions: Subscriptions) -> None:
@@ -311,9 +332,50 @@ def test_a_handler_that_subscribes_while_the_registry_is_read_breaks_nothing(sub
     assert len(subscriptions) == 2
 
 
-def test_a_timeout_that_could_not_be_kept_is_refused_at_decoration(subscriptions: Subscriptions) -> None:
-    def plain(event: Event) -> None: ...
+def test_a_plain_function_may_have_a_timeout(subscriptions: Subscriptions) -> None:
+    subscriptions.subscribe("orders.*", timeout=3)(other)
+    assert next(iter(subscriptions)).timeout == 3
 
-    with pytest.raises(InvalidHandler, match="nothing can stop"):
-        subscriptions.subscribe("orders.*", timeout=3)(plain)
+
+def test_every_option_reaches_the_engine(subscriptions: Subscriptions) -> None:
+    patient = RetryPolicy(max_attempts=20)
+    subscriptions.subscribe(
+        "a", name="ledger", idempotent=True, transactional=True, ordered=True, when_exhausted="skip", batch=100,
+        batch_wait=2, retry_on={ConnectionError: patient}, discard_on=KeyError, start="earliest",
+    )(lambda events: None)  # fmt: skip
+    subscriptions.subscribe("a", name="mail", idempotent=True, priorities=3, retry=patient, retry_on=(OSError,))(other)
+    subscriptions.subscribe("a", name="stock")(other)
+    ledger, mail, stock = subscriptions
+    assert (ledger.kind, ledger.tracking, ledger.when_exhausted) == ("ordered", "transactional", "skip")
+    assert (ledger.batch, ledger.batch_wait, ledger.start) == (100, 2, "earliest")
+    assert (ledger.retry_on, ledger.discard_on) == (((ConnectionError, patient),), (KeyError,))
+    assert (mail.kind, mail.tracking, mail.priorities, mail.retry_on) == (
+        "prioritized", "idempotent", 3, ((OSError, patient),),
+    )  # fmt: skip
+    assert (stock.kind, stock.tracking, stock.when_exhausted) == ("plain", "none", "park")
+    assert (stock.batch, stock.start, stock.retry_on, stock.discard_on) == (None, "latest", None, ())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"ordered": True, "priorities": 3}, "contradict each other"),
+        ({"when_exhausted": "skip"}, "needs ordered=True"),
+        ({"when_exhausted": "park"}, "needs ordered=True"),
+        ({"batch_wait": 1.0}, "needs batch="),
+        ({"retry_on": ()}, "names no exception"),
+        ({"retry_on": {}}, "names no exception"),
+        ({"retry_on": ConnectionError()}, "is no exception class"),
+        ({"retry_on": {"ConnectionError": RetryPolicy()}}, "'ConnectionError' is no exception class"),
+        ({"retry_on": {ConnectionError: 3}}, "the value must be a RetryPolicy"),
+        ({"retry_on": (OSError, int)}, "int is no exception class"),
+        ({"discard_on": "KeyError"}, "is no exception class"),
+        ({"discard_on": {KeyError: RetryPolicy()}}, "is no exception class"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused_at_decoration(
+    subscriptions: Subscriptions, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        subscriptions.subscribe("a", **given)(other)
     assert len(subscriptions) == 0
