@@ -40,6 +40,8 @@ class Event:
         "key",
         "published_at",
         "queue",
+        "redriven",
+        "replay_id",
         "topic",
     )
 
@@ -53,6 +55,10 @@ class Event:
     """Name of the queue that this delivery belongs to."""
     attempt: int
     """1 for the first call of the handler, 2 for the first retry, and so on."""
+    replay_id: int
+    """Number of the replay that plays the event once more; 0 if it is none."""
+    redriven: bool
+    """True if the event was a dead letter of this queue that somebody gave back to it."""
 
     def __init__(
         self,
@@ -65,6 +71,8 @@ class Event:
         published_at: datetime,
         queue: str,
         attempt: int = 1,
+        replay_id: int = 0,
+        redriven: bool = False,
     ) -> None:
         self._event_id: str | UUID = event_id
         self.topic = topic
@@ -72,6 +80,8 @@ class Event:
         self.published_at = published_at
         self.queue = queue
         self.attempt = attempt
+        self.replay_id = replay_id
+        self.redriven = redriven
         self._payload_text = payload
         self._headers_text = headers
         self._payload: Any = _UNREAD
@@ -107,6 +117,11 @@ class Event:
     def correlation_id(self) -> str:
         """The id that ties together everything one request caused: the header, or this event's own id."""
         return self.headers.get(CORRELATION_ID) or str(self.event_id)
+
+    @property
+    def is_replay(self) -> bool:
+        """True if the event is played once more by a replay: what it says happened before."""
+        return self.replay_id != 0
 
     def __repr__(self) -> str:
         return f"<Event {self.topic} {self._event_id} queue={self.queue} attempt={self.attempt}>"

@@ -87,6 +87,13 @@ def test_the_correlation_id_is_the_header_or_else_the_event_itself() -> None:
     assert make(headers='{"correlation-id":""}').correlation_id == str(make().event_id)
 
 
+def test_a_handler_can_tell_a_replay_and_a_redriven_dead_letter_from_the_first_time() -> None:
+    first, replayed, redriven = make(), make(replay_id=3), make(redriven=True)
+    assert (first.replay_id, first.is_replay, first.redriven) == (0, False, False)
+    assert (replayed.replay_id, replayed.is_replay, replayed.redriven) == (3, True, False)
+    assert (redriven.replay_id, redriven.is_replay, redriven.redriven) == (0, False, True)
+
+
 def test_the_event_id_is_a_uuid_object() -> None:
     assert make().event_id == uuid.UUID("01a22c4e-7596-7514-aa0a-605ce5f1f2a9")
 
