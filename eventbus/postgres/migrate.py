@@ -2,13 +2,17 @@
 
 Ten processes may migrate at once: each step takes a transaction-scoped advisory lock and looks again under it. A step
 that fails leaves nothing of itself. When nothing is missing, nothing is written and no right to write is needed.
+
+Each step is recorded with the digest of its text: until the first release steps are changed in place, and a schema that
+was made by another text is refused instead of being worked with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib import resources
 from typing import Final
 
@@ -23,15 +27,26 @@ _OR_SQL: Final = "; or let a DBA run the output of: eventbus migrate --sql"
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """One step of the schema: its name (``0001_tables``) and its text with the schema's name filled in."""
+    """One step of the schema: its name (``0001_tables``), the text of its file, and the schema that it is for."""
 
     name: str
-    text: str
+    template: str
+    schema: str
+
+    @property
+    def text(self) -> str:
+        """The step with the schema's name filled in."""
+        return render(self.template, self.schema)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the text of the file, in hexadecimal digits; the same for every schema."""
+        return sha256(self.template.encode()).hexdigest()
 
     @property
     def purpose(self) -> str:
         """What the step is for: the first line of the file."""
-        return self.text.partition("\n")[0].removeprefix("--").strip()
+        return self.template.partition("\n")[0].removeprefix("--").strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +69,14 @@ def migrations(schema: str) -> list[Migration]:
     folder = resources.files("eventbus.postgres") / "migrations"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".sql")), key=lambda file: file.name)
     texts = {file.name.removesuffix(".sql"): file.read_text(encoding="utf-8") for file in files}
-    return [Migration(name, render(text, schema)) for name, text in texts.items()]
+    return [Migration(name, text, schema) for name, text in texts.items()]
 
 
 def migrate(dsn: str, schema: str) -> list[str]:
     """Apply what is missing; returns the names that this call applied. Each is atomic; a crash leaves whole steps.
 
-    Raises :class:`~eventbus.errors.SchemaMismatch` when the schema is newer than this code, and
-    :class:`~eventbus.errors.ConfigurationError` naming the right that the role lacks.
+    Raises :class:`~eventbus.errors.SchemaMismatch` when the schema is newer than this code or was made by another text
+    of it, and :class:`~eventbus.errors.ConfigurationError` naming the right that the role lacks.
     """
     with _connect(dsn) as connection:
         missing = _missing(connection, schema)
@@ -95,9 +110,15 @@ def require_current(connection: psycopg.Connection, schema: str) -> None:
         )
 
 
-def outstanding(applied: Collection[str], schema: str) -> list[Migration]:
-    """The steps that are not among ``applied``; :class:`SchemaMismatch` if the schema is newer than this code."""
+def outstanding(applied: Mapping[str, str | None], schema: str) -> list[Migration]:
+    """The steps that are not among ``applied``, which maps names to digests.
+
+    :class:`SchemaMismatch` if the schema is newer than this code, or if a step there had another text.
+    """
     known = migrations(schema)
+    changed = [migration for migration in known if applied.get(migration.name, migration.digest) != migration.digest]
+    if changed:
+        raise SchemaMismatch(_differs(changed, schema))
     unknown = sorted(set(applied) - {migration.name for migration in known})
     if unknown:
         raise SchemaMismatch(
@@ -122,17 +143,21 @@ def _situation(connection: psycopg.Connection, schema: str) -> Situation:
     return situation
 
 
-def _applied(connection: psycopg.Connection, situation: Situation, schema: str) -> list[str]:
+def _applied(connection: psycopg.Connection, situation: Situation, schema: str) -> dict[str, str | None]:
     if not situation.installed:
-        return []
+        return {}
     if not situation.may_use:
         raise ConfigurationError(_lacks(situation, f'USAGE ON SCHEMA "{schema}"'))
     if not situation.may_read:
         raise ConfigurationError(_lacks(situation, f'SELECT ON "{schema}".migrations'))
     try:
-        return [name for (name,) in connection.execute(Statements("migrate", schema)["applied"])]
+        return _recorded(connection, Statements("migrate", schema))
     except psycopg.errors.UndefinedColumn:
         raise ConfigurationError(_taken(f'"{schema}".migrations')) from None
+
+
+def _recorded(connection: psycopg.Connection, statements: Statements) -> dict[str, str | None]:
+    return dict(connection.execute(statements["applied"]).fetchall())
 
 
 def _missing(connection: psycopg.Connection, schema: str) -> list[Migration]:
@@ -157,7 +182,7 @@ def _apply(connection: psycopg.Connection, migration: Migration, schema: str) ->
             if not _situation(connection, schema).schema_exists:
                 connection.execute(statements["create_schema"])
             connection.execute(statements["create_table"])
-            if migration.name in {name for (name,) in connection.execute(statements["applied"])}:
+            if migration not in outstanding(_recorded(connection, statements), schema):
                 return False
             connection.execute(migration.text.encode())
             connection.execute(_record(migration, schema).encode())
@@ -172,7 +197,8 @@ def _apply(connection: psycopg.Connection, migration: Migration, schema: str) ->
 
 
 def _record(migration: Migration, schema: str) -> str:
-    return render(f"INSERT INTO {{schema}}.migrations (name) VALUES ('{migration.name}');", schema)  # noqa: S608 - ours
+    values = f"('{migration.name}', '{migration.digest}')"
+    return render(f"INSERT INTO {{schema}}.migrations (name, digest) VALUES {values};", schema)  # noqa: S608 - ours
 
 
 def script(schema: str) -> str:
@@ -187,6 +213,9 @@ def script(schema: str) -> str:
 
 
 def _script_of(migration: Migration, statements: Statements, schema: str) -> str:
+    applied = f"FROM ({statements.text('applied')}) AS a WHERE a.name = '{migration.name}'"
+    changed = f"count(*) > 0 AND coalesce(max(a.digest), '') <> '{migration.digest}'"
+    refusal = f"DO $do$ BEGIN RAISE EXCEPTION USING MESSAGE = '{_differs([migration], schema)}'; END $do$;"
     return "\n".join(
         (
             f"\n\\echo {migration.name}",
@@ -196,7 +225,8 @@ def _script_of(migration: Migration, statements: Statements, schema: str) -> str
             render("SELECT pg_catalog.to_regnamespace('{schema}') IS NULL AS absent \\gset", schema),
             f"\\if :absent\n{statements.text('create_schema')}\n\\endif",
             statements.text("create_table"),
-            f"SELECT '{migration.name}' NOT IN ({statements.text('applied')}) AS missing \\gset",
+            f"SELECT {changed} AS changed, count(*) = 0 AS missing\n{applied} \\gset",
+            f"\\if :changed\n{refusal}\n\\endif",
             f"\\if :missing\n{migration.text.strip()}\n{_record(migration, schema)}\n\\endif",
             "COMMIT;\n",
         )
@@ -209,6 +239,13 @@ def _lacks(situation: Situation, right: str) -> str:
 
 def _taken(what: str) -> str:
     return f"{what} is not the bus's: give the bus a schema of its own with the setting schema (EVENTBUS_SCHEMA)"
+
+
+def _differs(changed: list[Migration], schema: str) -> str:
+    return (
+        f'schema "{schema}" was made by another development version of eventbus (not the same: {_names(changed)}), and '
+        "no step leads from there to here: drop the schema and run eventbus migrate, or go back to that version"
+    )
 
 
 def _names(steps: list[Migration]) -> str:

@@ -295,7 +295,7 @@ def test_the_script_for_a_dba_needs_no_server(bus: Run) -> None:
 
 
 def test_a_schema_of_another_version_is_named_with_the_side_to_upgrade(on: Run, conn: psycopg.Connection) -> None:
-    conn.execute("INSERT INTO eventbus.migrations (name) VALUES ('9999_later')")
+    conn.execute("INSERT INTO eventbus.migrations (name, digest) VALUES ('9999_later', '')")
     on("queues").refused(1, "9999_later", "upgrade this installation")
     on("migrate").refused(1, "9999_later", "upgrade this installation")
 

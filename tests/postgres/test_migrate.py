@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import uuid
@@ -21,6 +22,7 @@ from eventbus.postgres import privileges
 from eventbus.postgres.admin import is_foreign, resume
 from eventbus.postgres.migrate import Migration, migrate, migrations, pending, require_current, script
 from tests.servers import Server
+from tests.waiting import wait_until
 
 NAMES = [migration.name for migration in migrations("eventbus")]
 
@@ -162,7 +164,7 @@ def test_a_step_that_fails_leaves_nothing_of_itself_and_the_steps_before_it(
     empty: psycopg.Connection, empty_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = migrations("eventbus")
-    broken = Migration("9999_broken", 'CREATE TABLE "eventbus".half_done (); SELECT 1/0;')
+    broken = Migration("9999_broken", "CREATE TABLE {schema}.half_done (); SELECT 1/0;", "eventbus")
     monkeypatch.setattr(steps, "migrations", lambda schema: [*known, broken])
     with pytest.raises(psycopg.errors.DivisionByZero):
         migrate(empty_dsn, "eventbus")
@@ -173,7 +175,7 @@ def test_a_step_that_fails_leaves_nothing_of_itself_and_the_steps_before_it(
 def test_a_first_step_that_fails_leaves_not_even_the_schema(
     empty: psycopg.Connection, empty_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "migrations", lambda schema: [Migration("0001_broken", "SELECT 1/0;")])
+    monkeypatch.setattr(steps, "migrations", lambda schema: [Migration("0001_broken", "SELECT 1/0;", schema)])
     with pytest.raises(psycopg.errors.DivisionByZero):
         migrate(empty_dsn, "eventbus")
     assert empty.execute("SELECT to_regnamespace('eventbus')").fetchone() == (None,)
@@ -198,11 +200,73 @@ def test_a_newer_schema_says_to_upgrade_the_installation_and_is_left_alone(
     empty: psycopg.Connection, empty_dsn: str
 ) -> None:
     migrate(empty_dsn, "eventbus")
-    empty.execute("INSERT INTO eventbus.migrations (name) VALUES ('9999_later')")
+    empty.execute("INSERT INTO eventbus.migrations (name, digest) VALUES ('9999_later', '')")
     with pytest.raises(SchemaMismatch, match=r"9999_later unknown here.*upgrade this installation"):
         require_current(empty, "eventbus")
     with only_first(len(NAMES) - 1), pytest.raises(SchemaMismatch, match="upgrade this installation"):
         migrate(empty_dsn, "eventbus")
+
+
+OTHER_CODE = [
+    pytest.param("UPDATE eventbus.migrations SET digest = repeat('0', 64) WHERE name = '0002_publish'", id="changed"),
+    pytest.param("UPDATE eventbus.migrations SET digest = '' WHERE name = '0002_publish'", id="empty"),
+    pytest.param("ALTER TABLE eventbus.migrations DROP COLUMN digest", id="from before digests"),
+    pytest.param(
+        "UPDATE eventbus.migrations SET digest = 'x' WHERE name = '0002_publish';"
+        "INSERT INTO eventbus.migrations (name, digest) VALUES ('0005_renamed', 'x')",
+        id="a step renamed since",
+    ),
+]
+
+
+@pytest.mark.parametrize("how", OTHER_CODE)
+def test_a_schema_of_another_development_version_is_refused_before_it_fails_in_odd_ways(
+    empty: psycopg.Connection, empty_dsn: str, how: str
+) -> None:
+    migrate(empty_dsn, "eventbus")
+    empty.execute(how.encode())
+    before = objects(empty, "eventbus")
+    refused = r"another development version.*0002_publish.*drop the schema and run eventbus migrate"
+    with pytest.raises(SchemaMismatch, match=refused) as error:
+        require_current(empty, "eventbus")
+    assert "\n" not in str(error.value)
+    with pytest.raises(SchemaMismatch, match=refused):
+        migrate(empty_dsn, "eventbus")
+    with pytest.raises(SchemaMismatch, match=refused):
+        pending(empty_dsn, "eventbus")
+    with only_first(1), pytest.raises(SchemaMismatch):
+        migrate(empty_dsn, "eventbus")
+    assert objects(empty, "eventbus") == before
+
+
+def test_a_step_that_other_code_applied_meanwhile_is_not_taken_for_ours(
+    empty: psycopg.Connection, empty_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    migrate(empty_dsn, "eventbus")
+    mine = Migration("9999_mine", "SELECT 1;", "eventbus")
+    known = migrations("eventbus")
+    monkeypatch.setattr(steps, "migrations", lambda schema: [*known, mine])
+    locked = "SELECT pg_advisory_xact_lock(hashtextextended('eventbus migrate eventbus', 0))"
+    with psycopg.connect(empty_dsn) as other, ThreadPoolExecutor(1) as thread:
+        other.execute(locked.encode())
+        other.execute("INSERT INTO eventbus.migrations (name, digest) VALUES ('9999_mine', 'theirs')")
+        applying = thread.submit(migrate, empty_dsn, "eventbus")
+        wait_until(lambda: waits_for_a_lock(empty))
+        other.commit()
+        with pytest.raises(SchemaMismatch, match="9999_mine"):
+            applying.result(10)
+
+
+def waits_for_a_lock(connection: psycopg.Connection) -> bool:
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    return connection.execute(waiting.encode()).fetchone() == (1,)
+
+
+def test_the_digest_of_a_step_is_that_of_its_file_whatever_the_schema_is_called() -> None:
+    for one, other in zip(migrations("one"), migrations("other"), strict=True):
+        file = Path(steps.__file__).parent / "migrations" / f"{one.name}.sql"
+        assert one.digest == other.digest == hashlib.sha256(file.read_bytes()).hexdigest()
+        assert one.text != other.text
 
 
 def test_a_table_of_somebody_else_in_the_way_is_named_and_kept(empty: psycopg.Connection, empty_dsn: str) -> None:
@@ -247,6 +311,22 @@ def test_the_script_for_a_dba_stops_at_an_error_and_keeps_whole_steps(
     assert empty.execute("SELECT to_regproc('eventbus.tick')").fetchone() == (None,)
 
 
+def test_the_script_for_a_dba_stops_at_a_schema_of_another_development_version(
+    server: Server, empty: psycopg.Connection, empty_dsn: str, tmp_path: Path
+) -> None:
+    with only_first(2):
+        migrate(empty_dsn, "eventbus")
+    empty.execute("UPDATE eventbus.migrations SET digest = '0' WHERE name = '0002_publish'")
+    with pytest.raises(subprocess.CalledProcessError) as stopped:
+        run_script(server, empty_dsn, tmp_path, script("eventbus"))
+    assert b"another development version" in stopped.value.stderr
+    assert empty.execute("SELECT count(*) FROM eventbus.migrations").fetchone() == (2,)
+    empty.execute("ALTER TABLE eventbus.migrations DROP COLUMN digest")
+    with pytest.raises(subprocess.CalledProcessError) as stopped:
+        run_script(server, empty_dsn, tmp_path, script("eventbus"))
+    assert b"not the same: 0001_tables" in stopped.value.stderr
+
+
 def run_script(server: Server, dsn: str, folder: Path, text: str) -> None:
     if server.programs is None:
         pytest.skip("no psql of this server's version")
@@ -278,7 +358,7 @@ def test_a_role_that_does_not_own_the_tables_is_told_who_does(
 ) -> None:
     migrate(empty_dsn, "eventbus")
     known = migrations("eventbus")
-    altering = Migration("9999_alter", 'ALTER TABLE "eventbus".outbox ADD COLUMN extra int;')
+    altering = Migration("9999_alter", "ALTER TABLE {schema}.outbox ADD COLUMN extra int;", "eventbus")
     monkeypatch.setattr(steps, "migrations", lambda schema: [*known, altering])
     role, dsn = new_role()
     for right in ("USAGE, CREATE ON SCHEMA eventbus", "SELECT ON eventbus.migrations"):

@@ -26,6 +26,7 @@ CREATE SCHEMA {schema};
 -- Makes the table that records what was applied.
 CREATE TABLE IF NOT EXISTS {schema}.migrations (
     name text PRIMARY KEY,
+    digest text NOT NULL,
     applied_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp()
 );
 
@@ -45,5 +46,6 @@ LEFT JOIN pg_catalog.pg_namespace n ON n.nspname = '{name}'
 LEFT JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = 'migrations'
 
 -- name: applied
--- The steps that were applied here.
-SELECT m.name FROM {schema}.migrations m ORDER BY m.name
+-- The steps that were applied here, and the digests of their texts; null where none was recorded.
+SELECT m.name, pg_catalog.jsonb_extract_path_text(pg_catalog.to_jsonb(m), 'digest') AS digest
+FROM {schema}.migrations m ORDER BY m.name
