@@ -36,6 +36,22 @@ def specialise(function: Callable[..., Any], arguments: Sequence[Argument]) -> C
             raise AssertionError("arguments_of allows one event and one payload")
 
 
+def specialise_batch(function: Callable[..., Any], arguments: Sequence[Argument]) -> Call:
+    """The call of a handler of batches: ``call(events, payloads)``, or ``call(events, payloads, connection)``."""
+    positional = [argument for argument in arguments if argument.keyword is None]
+    named = [(argument.keyword, argument) for argument in arguments if argument.keyword is not None]
+
+    def call(events: list[Event], payloads: list[Any], connection: Any = None) -> Any:
+        def filled(argument: Argument) -> Any:
+            if argument.connection:
+                return connection
+            return events if argument.load is None else payloads
+
+        return function(*map(filled, positional), **{keyword: filled(argument) for keyword, argument in named})
+
+    return call
+
+
 def _payload_only(function: Callable[..., Any], load: Load) -> Call:
     def call(event: Event) -> Any:
         return function(load(event))

@@ -8,32 +8,27 @@ worker.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-from collections.abc import Callable
+import functools
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import Any, Final
 
-from eventbus.consuming.results import Failure, conclude, failure, needs_waiting, outcome_of
+from eventbus.consuming.boundary import Boundary, Results
+from eventbus.consuming.results import conclude, finished, needs_waiting, outcome_of
 from eventbus.consuming.subscriptions import Subscription
-from eventbus.errors import PayloadMismatch
+from eventbus.consuming.verdicts import Verdicts
 from eventbus.event import Event
-from eventbus.transport import (
-    DONE,
-    RELEASED,
-    DeadLetter,
-    Delivery,
-    Discard,
-    Done,
-    Outcome,
-    Released,
-    Retry,
-    Verdict,
-)
-
-log = logging.getLogger("eventbus")
+from eventbus.transport import DONE, RELEASED, Delivery, Outcome, Verdict
 
 MISSING = Verdict("dead", reason="event missing: the outbox no longer has it")
+DEFERRED = Verdict("deferred", delay=1.0)
+
+STUBBORN: Final = 1.0
+"""Seconds that a cancelled handler gets before it counts as one that cannot be stopped."""
+
+Read = Callable[[Any], Results]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,44 +36,83 @@ class Unfinished:
     """What a plain handler returned and somebody must wait for on the event loop: a coroutine, a future."""
 
     result: Any
+    spent: float = 0.0
+    """Seconds of the timeout that are over."""
+
+
+@dataclass(slots=True, eq=False)
+class ThreadCall:
+    """One call with a timeout that is going on in a thread. ``since`` is monotonic."""
+
+    deliveries: Sequence[Delivery]
+    thread: str
+    since: float
+    reported: bool = False
 
 
 class Execution:
-    """How deliveries of one subscription are handled. ``random`` returns numbers from 0 to 1."""
+    """How deliveries of one subscription are handled. ``random`` returns numbers from 0 to 1.
 
-    def __init__(self, subscription: Subscription, random: Callable[[], float]) -> None:
+    ``completed`` tells, for a delivery whose event another delivery of this queue is executing, whether that has
+    completed meanwhile. ``boundary`` surrounds the calls of a transactional handler.
+    """
+
+    def __init__(
+        self,
+        subscription: Subscription,
+        random: Callable[[], float],
+        *,
+        completed: Callable[[Delivery], bool] = lambda _: False,
+        boundary: Boundary | None = None,
+    ) -> None:
         self.subscription = subscription
         self.aborting = False
         """A stop ran out of patience: a cancelled handler is released instead of failed."""
+        self.boundary = boundary
+        self.verdicts = Verdicts(subscription, random)
+        self.thread_calls: dict[int, ThreadCall] = {}
+        """Calls with a timeout that are going on in threads, by the number of the thread."""
+        self.overran: Callable[[asyncio.Task[Any], Sequence[Delivery]], None] = lambda *_: None
+        """Told of a task that goes on although its timeout has cancelled it."""
+        self._completed = completed
         self._call = subscription.handler.call
         self._timeout = subscription.timeout
-        self._random = random
-
-    async def handle(self, delivery: Delivery) -> Verdict:
+        self.handle: Callable[[Delivery], Coroutine[Any, Any, Verdict]] = self._handle
         """Call an async handler and judge what came of it. Never raises."""
+        self.handle_blocking: Callable[[Delivery], Verdict | Unfinished] = self._handle_blocking
+        """Call a plain handler in this thread; unfinished work that it returned is given back. Never raises."""
+        if self._timeout is not None or subscription.tracking == "transactional":
+            self.handle, self.handle_blocking = self._handle_guarded, self._handle_blocking_guarded
+        elif subscription.tracking == "idempotent":
+            self.handle, self.handle_blocking = self._handle_tracked, self._handle_blocking_tracked
+
+    async def _handle(self, delivery: Delivery) -> Verdict:
         event = delivery.event
         if event is None:
             return MISSING
         try:
-            if self._timeout is not None:
-                return await self._handle_in_time(event, self._timeout)
             result = await self._call(event)
             if self.aborting:  # it may have swallowed its cancellation half-way
                 return RELEASED
-            return DONE if result is None else self._judge(await conclude(result), event)
+            return DONE if result is None else self.verdicts.of(await conclude(result), event)
         except BaseException as error:  # noqa: BLE001 - see the module's docstring
-            return self._failed(error, event)
+            return self.failed(error, event)
 
-    async def _handle_in_time(self, event: Event, seconds: float) -> Verdict:
-        """A handler that was cut short has failed, also if it swallowed its cancellation and returned."""
-        async with asyncio.timeout(seconds) as limit:
-            outcome = await conclude(self._call(event))
-        if limit.expired():
-            raise TimeoutError(f"the handler was cut short after {seconds:g} s")
-        return RELEASED if self.aborting else self._judge(outcome, event)
+    async def _handle_tracked(self, delivery: Delivery) -> Verdict:
+        known = None if delivery.twin is None else self.known(delivery)
+        return await self._handle(delivery) if known is None else known
 
-    def handle_blocking(self, delivery: Delivery) -> Verdict | Unfinished:
-        """Call a plain handler in this thread; unfinished work that it returned is given back. Never raises."""
+    async def _handle_guarded(self, delivery: Delivery) -> Verdict:
+        event, known = delivery.event, self.known(delivery)
+        if known is not None or event is None:
+            return known or MISSING
+        try:
+            [outcome] = await self.attempt([delivery], (event,), _single)
+            return self.verdict(outcome, event)
+        except BaseException as error:  # noqa: BLE001 - see the module's docstring
+            return self.failed(error, event)
+
+    def _handle_blocking(self, delivery: Delivery) -> Verdict | Unfinished:
         event = delivery.event
         if event is None:
             return MISSING
@@ -88,77 +122,147 @@ class Execution:
                 return DONE
             if needs_waiting(result):
                 return Unfinished(result)
-            return self._judge(outcome_of(result), event)
+            return self.verdicts.of(outcome_of(result), event)
         except BaseException as error:  # noqa: BLE001 - see the module's docstring
-            return self._failed(error, event)
+            return self.failed(error, event)
+
+    def _handle_blocking_tracked(self, delivery: Delivery) -> Verdict | Unfinished:
+        known = None if delivery.twin is None else self.known(delivery)
+        return self._handle_blocking(delivery) if known is None else known
+
+    def _handle_blocking_guarded(self, delivery: Delivery) -> Verdict | Unfinished:
+        event, known = delivery.event, self.known(delivery)
+        if known is not None or event is None:
+            return known or MISSING
+        try:
+            results = self.attempt_blocking([delivery], (event,), _single)
+            return results if isinstance(results, Unfinished) else self.verdict(results[0], event)
+        except BaseException as error:  # noqa: BLE001 - see the module's docstring
+            return self.failed(error, event)
 
     async def handle_returned(self, delivery: Delivery, unfinished: Unfinished) -> Verdict:
         """Wait for what a plain handler has left unfinished. Never raises."""
         event = delivery.event
         assert event is not None
         try:
-            outcome = await conclude(unfinished.result)
-            return RELEASED if self.aborting else self._judge(outcome, event)
+            [outcome] = await self.attempt_returned([delivery], unfinished, _single)
+            return self.verdict(outcome, event)
         except BaseException as error:  # noqa: BLE001 - see the module's docstring
-            return self._failed(error, event)
+            return self.failed(error, event)
 
-    def _judge(self, outcome: Outcome, event: Event) -> Verdict:
-        match outcome:
-            case Done():
-                return DONE
-            case Discard(reason):
-                _say(logging.INFO, "discarded %s: %s", event, reason, about=event)
-                return DONE
-            case DeadLetter(reason):
-                return self._dead(event, reason or "the handler gave up", None)
-            case Retry(after, reason):
-                return self._retry(event, after, None if reason is None else Failure("Retry", reason, ""))
-            case Released():
-                return RELEASED
-            case _:
-                assert_never(outcome)
+    def known(self, delivery: Delivery) -> Verdict | None:
+        """The verdict that stands without calling the handler: another delivery of the event is or was executed."""
+        if delivery.event is None:
+            return MISSING
+        if delivery.twin is None or self.subscription.tracking == "none":
+            return None
+        return DONE if delivery.twin == "completed" or self._completed(delivery) else DEFERRED
 
-    def _failed(self, error: BaseException, event: Event) -> Verdict:
-        if self.aborting and isinstance(error, asyncio.CancelledError | GeneratorExit):
+    def verdict(self, outcome: Outcome | BaseException, event: Event) -> Verdict:
+        """What one result of a call means for its event."""
+        return self.failed(outcome, event) if isinstance(outcome, BaseException) else self.verdicts.of(outcome, event)
+
+    def failed(self, error: BaseException, event: Event) -> Verdict:
+        """What an exception means for this event."""
+        if self.aborting and issubclass(type(error), asyncio.CancelledError | GeneratorExit):
             return RELEASED
-        if isinstance(error, PayloadMismatch):
-            return self._dead(event, "payload mismatch", failure(error))
-        return self._retry(event, None, failure(error))
+        return self.verdicts.failed(error, event)
 
-    def _retry(self, event: Event, after: float | None, problem: Failure | None) -> Verdict:
-        policy = self.subscription.retry
-        if policy.exhausted(event.attempt):
-            attempts = "1 attempt" if event.attempt == 1 else f"{event.attempt} attempts"
-            return self._dead(event, f"gave up after {attempts}", problem)
-        delay = policy.delay(event.attempt, self._random) if after is None else after
-        _say(
-            logging.WARNING, "attempt %d of %d failed, again in %.1f s: %s: %s",
-            event.attempt, policy.max_attempts, delay, event, _brief(problem), about=event,
-        )  # fmt: skip
-        return Verdict("retry", delay=delay, error=_stored(problem))
+    async def attempt(self, deliveries: Sequence[Delivery], arguments: tuple[Any, ...], read: Read) -> Results:
+        """Call an async handler once, inside its boundary; raises what it raised."""
+        if self.boundary is None:
+            return await self._once(deliveries, arguments, read)
+        return await self.boundary.run(
+            deliveries, lambda connection: self._once(deliveries, self._with(connection, arguments), read)
+        )
 
-    def _dead(self, event: Event, reason: str, problem: Failure | None) -> Verdict:
-        _say(logging.ERROR, "dead letter (%s): %s: %s", reason, event, _brief(problem), about=event)
-        return Verdict("dead", reason=reason, error=_stored(problem))
+    def attempt_blocking(
+        self, deliveries: Sequence[Delivery], arguments: tuple[Any, ...], read: Read
+    ) -> Results | Unfinished:
+        """Call a plain handler once, inside its boundary; raises what it raised."""
+        if self.boundary is None:
+            result, spent = self._once_blocking(deliveries, arguments)
+            return Unfinished(result, spent) if needs_waiting(result) else read(result)
+
+        def attempt(connection: Any) -> Results:
+            result, _ = self._once_blocking(deliveries, self._with(connection, arguments))
+            return read(_refuse_unfinished(result))
+
+        return self.boundary.run_blocking(deliveries, attempt)
+
+    async def attempt_returned(self, deliveries: Sequence[Delivery], unfinished: Unfinished, read: Read) -> Results:
+        """Wait for what a plain handler returned; raises what that raised."""
+        return await self._concluded(deliveries, functools.partial(finished, unfinished.result), unfinished.spent, read)
+
+    def _with(self, connection: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*arguments, connection) if self.subscription.handler.takes_connection else arguments
+
+    async def _once(self, deliveries: Sequence[Delivery], arguments: tuple[Any, ...], read: Read) -> Results:
+        return await self._concluded(deliveries, lambda: finished(self._call(*arguments)), 0.0, read)
+
+    async def _concluded(
+        self, deliveries: Sequence[Delivery], work: Callable[[], Awaitable[Any]], spent: float, read: Read
+    ) -> Results:
+        result = await (work() if self._timeout is None else self._in_time(deliveries, work, self._timeout - spent))
+        if self.aborting:  # it may have swallowed its cancellation half-way
+            raise asyncio.CancelledError
+        return read(result)
+
+    async def _in_time(self, deliveries: Sequence[Delivery], work: Callable[[], Awaitable[Any]], left: float) -> Any:
+        """A handler that was cut short has failed, also if it swallowed its cancellation and returned."""
+        task = asyncio.current_task()
+        assert task is not None
+        watch = asyncio.get_running_loop().call_later(left + STUBBORN, lambda: self.overran(task, deliveries))
+        limit = asyncio.timeout(left)
+        try:
+            async with limit:
+                result = await work()
+        except TimeoutError as error:
+            if limit.expired():
+                raise self._late() from error
+            raise
+        finally:
+            watch.cancel()
+        if limit.expired():
+            raise self._late()
+        return result
+
+    def _once_blocking(self, deliveries: Sequence[Delivery], arguments: tuple[Any, ...]) -> tuple[Any, float]:
+        """What the handler returned, and the seconds it took if it has a timeout."""
+        if self._timeout is None:
+            return self._call(*arguments), 0.0
+        number = threading.get_ident()
+        self.thread_calls[number] = ThreadCall(deliveries, threading.current_thread().name, time.monotonic())
+        try:
+            result = self._call(*arguments)
+        except BaseException as error:
+            if self._over(number) >= self._timeout:
+                raise self._late() from error
+            raise
+        spent = self._over(number)
+        if spent >= self._timeout:
+            raise self._late()
+        return result, spent
+
+    def _over(self, thread: int) -> float:
+        """The call of this thread is over; the seconds it took."""
+        return time.monotonic() - self.thread_calls.pop(thread).since
+
+    def _late(self) -> TimeoutError:
+        return TimeoutError(f"the handler took longer than its timeout of {self._timeout:g} s")
 
 
-def _say(level: int, message: str, *values: object, about: Event) -> None:
-    """Log, whatever the program's filters and handlers of logging raise: a verdict does not depend on them."""
-    with contextlib.suppress(Exception):
-        log.log(level, message, *values, extra=_about(about))
+def _single(result: Any) -> Results:
+    return (outcome_of(result),)
 
 
-def _about(event: Event) -> dict[str, Any]:
-    return {
-        "queue": event.queue, "topic": event.topic, "event_id": str(event.event_id), "attempt": event.attempt,
-    }  # fmt: skip
-
-
-def _brief(problem: Failure | None) -> str:
-    return "no error" if problem is None else f"{problem.type}: {problem.message}"[:500]
-
-
-def _stored(problem: Failure | None) -> dict[str, str] | None:
-    if problem is None:
-        return None
-    return {"type": problem.type, "message": problem.message, "traceback": problem.traceback}
+def _refuse_unfinished(result: Any) -> Any:
+    """The transaction of a plain handler ends with it, so nothing of it may go on later."""
+    if not needs_waiting(result):
+        return result
+    if asyncio.iscoroutine(result):
+        result.close()
+    raise TypeError(
+        f"a plain handler with transactional=True returned a {type(result).__name__}, which would run after its "
+        "transaction; make the handler async def"
+    )

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eventbus.consuming.calls import Call, specialise
+from eventbus.consuming.calls import Call, specialise, specialise_batch
 from eventbus.consuming.parameters import Scope, Terms, Unfit, arguments_of
+from eventbus.consuming.payloads import Load
 from eventbus.consuming.results import Failure, conclude, failure, outcome_of
 from eventbus.errors import ConfigurationError, InvalidHandler
 from eventbus.topics import validate_queue_name
@@ -67,6 +68,8 @@ class Handler:
     function returned. ``call`` raises :class:`~eventbus.errors.PayloadMismatch` itself, before anything is awaited.
 
     ``takes_connection``: it asks for the connection of its transaction, and is called as ``call(event, connection)``.
+    A handler of batches is called as ``call(events, payloads)`` or ``call(events, payloads, connection)``; ``load``
+    makes one of the payloads, and is None if it asks for none.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Handler:
     call: Call
     definition: Definition
     takes_connection: bool = False
+    load: Load | None = None
 
     @property
     def location(self) -> str:
@@ -81,8 +85,10 @@ class Handler:
         return self.definition.location
 
 
-def adapt(function: Callable[..., Any], name: str | None = None, *, transactional: bool = False) -> Handler:
-    """Make ``function`` callable with one event; raises :class:`~eventbus.errors.InvalidHandler`.
+def adapt(
+    function: Callable[..., Any], name: str | None = None, *, transactional: bool = False, batch: bool = False
+) -> Handler:
+    """Make ``function`` callable with one event, or with a batch; raises :class:`~eventbus.errors.InvalidHandler`.
 
     Takes functions, lambdas, methods of objects, objects with ``__call__``, partials and static methods, plain or
     async. ``name`` is the queue's; without it the name is ``module.qualname`` without ``<locals>``. Only a
@@ -90,7 +96,7 @@ def adapt(function: Callable[..., Any], name: str | None = None, *, transactiona
     """
     definition = _define(function)
     plain = _underlying(function)
-    terms = Terms(transactional, inspect.iscoroutinefunction(plain))
+    terms = Terms(transactional, inspect.iscoroutinefunction(plain), batch)
     try:
         _refuse_what_never_runs(function, plain)
         arguments = arguments_of(function, _scope(plain), terms)
@@ -100,9 +106,10 @@ def adapt(function: Callable[..., Any], name: str | None = None, *, transactiona
     return Handler(
         name=queue,
         is_async=terms.is_async,
-        call=specialise(function, arguments),
+        call=specialise_batch(function, arguments) if batch else specialise(function, arguments),
         definition=definition,
         takes_connection=any(argument.connection for argument in arguments),
+        load=next((argument.load for argument in arguments if batch and argument.load is not None), None),
     )
 
 

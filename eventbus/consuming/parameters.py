@@ -39,10 +39,11 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How the function will be called: inside a transaction of the bus or not, on the event loop or in a thread."""
+    """How the function will be called: inside a transaction of the bus, on the event loop, with several events."""
 
     transactional: bool = False
     is_async: bool = False
+    batch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ def arguments_of(function: Callable[..., Any], scope: Scope, terms: Terms) -> tu
     """The parameters of ``function`` that the bus fills, in order; raises :class:`Unfit`.
 
     Parameters with a default and ``*args`` / ``**kwargs`` are left alone. At most one parameter takes the event, at
-    most one the payload and at most one the connection; a function that only has ``*args`` gets the event.
+    most one the payload and at most one the connection; a function that only has ``*args`` gets the event. With
+    ``terms.batch`` each of them stands for a list, and ``load`` makes one item of it.
     """
     parameters = list(_signature(function).parameters.values())
     required = [each for each in parameters if each.default is each.empty and each.kind not in _VARIADIC]
@@ -95,11 +97,24 @@ def _argument(parameter: inspect.Parameter, scope: Scope, terms: Terms) -> Argum
     if any(_is_connection(each) for each in members):
         _check_connection(parameter.name, members, terms)
         return Argument(keyword, None, connection=True)
+    if terms.batch:
+        annotation = _item(parameter, members)
+        members = _members(annotation)
     if Event not in members:
         return Argument(keyword, _payload(parameter, annotation))
     if len(members) > 1:
         raise Unfit(f"parameter '{parameter.name}' mixes Event with a payload type; use one parameter for each")
     return Argument(keyword, None)
+
+
+def _item(parameter: inspect.Parameter, members: Sequence[Any]) -> Any:
+    """What a parameter of a handler of batches asks for, for each event."""
+    if len(members) == 1 and get_origin(members[0]) in (list, Sequence):
+        return get_args(members[0])[0]
+    raise Unfit(
+        f"parameter '{parameter.name}' must take several events because of batch=…: annotate it as list[Event], or as "
+        f"a list of the payload's type, such as list[dict]"
+    )
 
 
 def _check_connection(name: str, members: Sequence[Any], terms: Terms) -> None:
@@ -116,6 +131,10 @@ def _check_connection(name: str, members: Sequence[Any], terms: Terms) -> None:
 
 
 def _payload(parameter: inspect.Parameter, annotation: Any) -> Load:
+    if any(get_origin(each) in (list, Sequence) and Event in get_args(each) for each in _members(annotation)):
+        raise Unfit(
+            f"parameter '{parameter.name}' asks for several events, which needs batch=…: add it to the decorator"
+        )
     try:
         return loader(annotation)
     except NoPayloadType as error:

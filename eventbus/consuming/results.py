@@ -11,6 +11,7 @@ import concurrent.futures
 import inspect
 import math
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -19,8 +20,7 @@ from eventbus.retry import LONGEST_WAIT
 from eventbus.transport import DeadLetter, Discard, Done, Outcome, Released, Retry
 
 _DONE: Final = Done()
-_LONGEST_MESSAGE: Final = 10_000
-_LONGEST_TRACEBACK: Final = 30_000
+_LONGEST_TEXT: Final = 8_192
 _LONGEST_TYPE_NAME: Final = 300
 
 
@@ -28,7 +28,7 @@ _LONGEST_TYPE_NAME: Final = 300
 class Failure:
     """An exception as text that PostgreSQL can store as ``text`` and as ``json``.
 
-    ``message`` is cut at 10,000 characters, ``traceback`` at 30,000, both in the middle.
+    ``message`` and ``traceback`` are at most 8 KiB of UTF-8 each, cut in the middle.
     """
 
     type: str
@@ -43,9 +43,14 @@ async def conclude(result: Any) -> Outcome:
     function that returns a coroutine is never done before that coroutine is. What the awaited code raises passes
     through. Run it inside the handler's timeout and context.
     """
+    return outcome_of(await finished(result))
+
+
+async def finished(result: Any) -> Any:
+    """What comes out in the end of what a handler returned; see :func:`conclude`."""
     while needs_waiting(result):
         result = await (asyncio.wrap_future(result) if isinstance(result, concurrent.futures.Future) else result)
-    return outcome_of(result)
+    return result
 
 
 def needs_waiting(result: object) -> bool:
@@ -78,6 +83,19 @@ def outcome_of(result: object) -> Outcome:
             return _DONE if problem is None else Retry(reason=problem)
 
 
+def outcomes_of(result: object, events: int) -> Sequence[Outcome | BaseException]:
+    """What the finished call of a handler of batches means for each of its events, in their order.
+
+    A list or a tuple has one result per event, read as by :func:`outcome_of`; an exception in it is the failure of
+    its event. Any other value means the same for all events. A list of another length is a failed attempt of all.
+    """
+    if not isinstance(result, list | tuple):
+        return [outcome_of(result)] * events
+    if len(result) != events:
+        return [Retry(reason=f"the handler returned {len(result)} results for {events} events")] * events
+    return [each if isinstance(each, BaseException) else outcome_of(each) for each in result]
+
+
 def _why_not_done(result: object) -> str | None:
     if isinstance(result, Released):
         return "the handler returned Released, which only the bus may; return Retry(after=…) instead"
@@ -92,8 +110,8 @@ def failure(error: BaseException) -> Failure:
     """What to store about an exception; never raises, whatever the exception's own methods do, and never pickles."""
     return Failure(
         type=_storable(_name(type(error)), _LONGEST_TYPE_NAME),
-        message=_storable(_text(error), _LONGEST_MESSAGE),
-        traceback=_storable(_traceback(error), _LONGEST_TRACEBACK),
+        message=_storable(_text(error), _LONGEST_TEXT),
+        traceback=_storable(_traceback(error), _LONGEST_TEXT),
     )
 
 
@@ -113,7 +131,7 @@ def _retry(after: object, reason: object) -> Retry:
 
 
 def _reason(reason: object) -> str | None:
-    return None if reason is None else _storable(_text(reason), _LONGEST_MESSAGE)
+    return None if reason is None else _storable(_text(reason), _LONGEST_TEXT)
 
 
 def _name(kind: type) -> str:
@@ -122,7 +140,7 @@ def _name(kind: type) -> str:
 
 def _text(value: object) -> str:
     try:
-        return str(value)
+        return "".join([str(value)])  # what __str__ returned may be a text with methods of its own
     except BaseException as error:  # noqa: BLE001 - whatever __str__ does, the failure itself must be recorded
         return f"<no text: str() of {_name(type(value))} raised {_name(type(error))}>"
 
@@ -135,14 +153,16 @@ def _traceback(error: BaseException) -> str:
 
 
 def _storable(text: str, longest: int) -> str:
-    """Text without NUL and lone surrogates (shown as escapes), at most ``longest`` characters, cut in the middle."""
-    if len(text) > longest:
-        text = _cut(text, longest)
-    clean = text.replace("\0", "\\x00").encode("utf-8", "backslashreplace").decode("utf-8")
-    return _cut(clean, longest) if len(clean) > longest else clean
-
-
-def _cut(text: str, longest: int) -> str:
+    """Text without NUL and lone surrogates (shown as escapes), cut in the middle to ``longest`` bytes of UTF-8."""
+    if len(text) <= longest:
+        clean = _escaped(text)
+        if len(clean) <= longest:
+            return clean.decode()
     mark = f"\n… {len(text):,} characters, cut here …\n"
-    half = (longest - len(mark)) // 2
-    return text[:half] + mark + text[-half:]
+    half = (longest - len(mark.encode())) // 2
+    head, tail = _escaped(text[:half])[:half], _escaped(text[-half:])[-half:]
+    return head.decode(errors="ignore") + mark + tail.decode(errors="ignore")
+
+
+def _escaped(text: str) -> bytes:
+    return text.replace("\0", "\\x00").encode(errors="backslashreplace")

@@ -118,7 +118,7 @@ class Subscriptions:
         )
 
         def decorate(function: Function) -> Function:
-            handler = adapt(function, name, transactional=transactional)
+            handler = adapt(function, name, transactional=transactional, batch=batch is not None)
             self._add(subscription(name=handler.name, handler=handler))
             return function
 
