@@ -6,13 +6,16 @@ import asyncio
 import functools
 import logging
 import random
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from uuid import UUID
 
 import psycopg
 
 from eventbus.consuming.consumer import Consumer, Limits
 from eventbus.consuming.execution import Execution
+from eventbus.consuming.idempotency import Completions, execution_of
 from eventbus.consuming.pace import Pace
 from eventbus.consuming.queues import QueueState
 from eventbus.consuming.runners import Finish, Runner, TaskRunner, ThreadRunner
@@ -28,6 +31,7 @@ from eventbus.postgres.statements import Statements
 from eventbus.publishing.relay import Relay
 from eventbus.runtime.worker import Parts
 from eventbus.settings import Settings
+from eventbus.transport import Delivery
 
 log = logging.getLogger("eventbus")
 
@@ -100,11 +104,13 @@ class Station:
         self._require_schema()
         if await self._relay_engine.is_foreign():
             log.warning("this database was restored from another one: %s", await self._relay_engine.attach())
-        numbers = await self._relay_engine.declare({item.name: item.patterns for item in self._subscriptions})
+        numbers = await self._relay_engine.declare([_declaration(item) for item in self._subscriptions])
         await self._engine.register()
         for subscription in self._subscriptions:
-            self._engine.names[numbers[subscription.name]] = subscription.name
-            self._consumer.add(numbers[subscription.name], self._queue(subscription))
+            number = numbers[subscription.name]
+            self._engine.names[number] = subscription.name
+            self._engine.kinds[number] = subscription.kind
+            self._consumer.add(number, self._queue(subscription))
 
     def _require_schema(self) -> None:
         """Raise when the schema is missing or does not fit this code. Blocks, but then nothing runs yet."""
@@ -123,7 +129,8 @@ class Station:
 
     def _queue(self, subscription: Subscription) -> QueueState:
         slots = subscription.concurrency or self._settings.concurrency
-        execution = Execution(subscription, random.random)
+        completions = None if subscription.tracking == "none" else Completions()
+        execution = Execution(subscription, random.random, completed=_knower(completions))
         pace = Pace(slots, self._settings.prefetch, asyncio.get_running_loop().time())
         state: QueueState
         finish: Finish = lambda delivery, verdict: self._consumer.finish(delivery, verdict, state)  # noqa: E731
@@ -132,12 +139,14 @@ class Station:
             runner = TaskRunner(execution, slots, finish)
         else:
             runner = ThreadRunner(execution, slots, finish, f"eventbus-{subscription.name}")
-        state = QueueState(subscription.name, runner, pace)
+        state = QueueState(
+            subscription.name, runner, pace, completions=completions, skips=subscription.when_exhausted == "skip"
+        )
         return state
 
     async def _undone(self, queue_ids: Sequence[int]) -> bool:
         """On a connection of its own, which is only made for a worker that ends by itself."""
-        [row] = await self._watching.rows(self._calls["undone"], (list(queue_ids), list(queue_ids)))
+        [row] = await self._watching.rows(self._calls["undone"], (list(queue_ids), list(queue_ids), list(queue_ids)))
         return bool(row[0])
 
     async def _close(self) -> None:
@@ -159,9 +168,13 @@ class Station:
         def lost(worker_id: UUID) -> None:
             on_loop(functools.partial(self._lost, worker_id))
 
+        def connected() -> None:
+            self._engine.forget_newest_claim()
+            on_loop(self._consumer.forget_completions)
+
         return Watch(
             pulse=self._pulse,
-            connected=self._engine.forget_newest_claim,
+            connected=connected,
             lost=lost,
             took_over=lambda: on_loop(self._consumer.wake),
             routine=lambda: on_loop(self._consumer.doubt),
@@ -174,3 +187,27 @@ class Station:
     def _lost(self, worker_id: UUID) -> None:
         if worker_id == self._engine.worker_id:
             self._consumer.orphan()
+
+
+def _declaration(subscription: Subscription) -> Mapping[str, Any]:
+    """What the engine is told of a queue."""
+    return {
+        "name": subscription.name,
+        "patterns": subscription.patterns,
+        "kind": subscription.kind,
+        "lanes": subscription.priorities,
+        "tracking": subscription.tracking,
+        "when_exhausted": subscription.when_exhausted,
+        "start": subscription.start,
+    }
+
+
+def _knower(completions: Completions | None) -> Callable[[Delivery], bool]:
+    """Whether a delivery's event is known to be completed by another delivery."""
+
+    def completed(delivery: Delivery) -> bool:
+        if completions is None or delivery.event is None:
+            return False
+        return completions.has(execution_of(delivery.event), time.monotonic())
+
+    return completed

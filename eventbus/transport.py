@@ -84,6 +84,8 @@ class Lease:
     hi: int = 0
     exception_id: int = 0
     crashes: int = 0
+    ordered: bool = False
+    """Of its deliveries with the same key, one runs after the other."""
     size: int = 0
     """Payload bytes in memory."""
     unfinished: int = 0
@@ -95,6 +97,10 @@ class Lease:
     """Everything but done, by seq, that the engine has not been told of."""
     recorded: set[int] = field(default_factory=set)
     """Seqs that the engine has been told of while the claim stayed open."""
+    offered: dict[int, Delivery] = field(default_factory=dict)
+    """Those of an ordered claim that a runner has: waiting for a slot, or running."""
+    executed: list[tuple[UUID, int]] = field(default_factory=list)
+    """Event ids and replays of the executions that its settlement completes, where they are recorded."""
     dropped: bool = False
     """The worker lost it; whatever its handlers return is discarded."""
 
@@ -122,12 +128,14 @@ class Delivery:
 class Claimed:
     """What one claim brought: deliveries per queue, and the queues that have more.
 
-    ``busy`` are those of them that another worker was claiming from.
+    Of an ordered queue only the first delivery of each key is listed; the others follow it. ``busy`` are the queues
+    that another worker was claiming from, ``held`` those whose rest waits for a claim that is open.
     """
 
     deliveries: Mapping[int, Sequence[Delivery]]
     more: frozenset[int] = frozenset()
     busy: frozenset[int] = frozenset()
+    held: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +215,13 @@ class ConsumerEngine(Protocol):
 
     async def record_progress(self, lease: Lease) -> bool:
         """Tell the engine of ``lease.done`` and ``lease.verdicts`` and empty them; false when the lease was lost."""
+
+    async def detach(self, lease: Lease, seqs: Sequence[int]) -> Mapping[int, int] | None:
+        """Settle an ordered claim while ``seqs`` still run, with ``lease.done`` and ``lease.verdicts``; empties them.
+
+        What still runs is held as an exception each: their numbers by seq, 0 for one that has committed meanwhile. What
+        has no outcome comes back as never started. ``None``: the lease was lost, and nothing was written.
+        """
 
     async def release_unknown(self, known: Collection[Lease], *, thorough: bool) -> int:
         """Give back what the database says we hold and ``known`` does not contain; returns how many deliveries.

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from eventbus.consuming.fetching import Fetcher
 from eventbus.consuming.holdings import Holdings
+from eventbus.consuming.idempotency import execution_of
 from eventbus.consuming.queues import QueueState
 from eventbus.consuming.settling import Settler
-from eventbus.transport import RELEASED, ConsumerEngine, Delivery, Lease, Verdict
+from eventbus.transport import PARKED, RELEASED, ConsumerEngine, Delivery, Lease, Verdict
 
 _CANCEL_PATIENCE = 0.5
 """Seconds that cancelled handlers get to clean up."""
@@ -56,6 +57,11 @@ class Consumer:
         """The floor of the wake-ups from now on; it depends on whether notifications can be heard."""
         self._fetcher.poll_interval = seconds
 
+    def forget_completions(self) -> None:
+        """A connection was lost: the next server may have lost the newest commits."""
+        for queue in self.queues.values():
+            queue.forget_completions()
+
     @property
     def leases(self) -> Collection[Lease]:
         """What this worker holds. A copy of it may be taken in any thread."""
@@ -70,9 +76,27 @@ class Consumer:
         """A handler ended; called by the runners on the event loop."""
         queue.pace.finished()
         self.handled += 1
+        if delivery.lease.ordered:
+            self._advance(delivery, verdict, queue)
+        if queue.completions is not None and verdict.outcome == "done" and delivery.event is not None:
+            delivery.lease.executed.append(execution_of(delivery.event))
         self._holdings.finish(delivery, verdict)
         if queue.hungry:
             self._holdings.news.set()
+
+    def _advance(self, delivery: Delivery, verdict: Verdict, queue: QueueState) -> None:
+        """Let the next event of the key start, or park all that follow."""
+        delivery.lease.offered.pop(delivery.seq, None)
+        following = delivery.following
+        if following is None or delivery.lease.dropped:
+            return
+        passed = verdict.outcome == "done" or (verdict.outcome == "dead" and queue.skips)
+        if passed and not self._holdings.closing and not following.lease.dropped:
+            delivery.following = None
+            queue.follow(following)
+            return
+        for each in queue.cut(delivery):
+            self._holdings.finish(each, PARKED)
 
     async def drain(self, seconds: float) -> None:
         """Claim nothing more, let running handlers finish for that long, give back the rest."""
@@ -81,18 +105,21 @@ class Consumer:
         holdings.news.set()
         holdings.settled.set()
         for queue in self.queues.values():
-            self._release(queue.runner.withdraw())
+            self._release(queue)
         holdings.settleable.set()  # what has not started is free for others while the rest runs on
         await self._until_quiet(seconds)
         for queue in self.queues.values():
-            self._release(queue.runner.withdraw())
+            self._release(queue)
             queue.runner.abort()
         await self._until_quiet(_CANCEL_PATIENCE)
         holdings.abandon()
 
-    def _release(self, deliveries: Iterable[Delivery]) -> None:
-        for delivery in deliveries:
-            self._holdings.finish(delivery, RELEASED)
+    def _release(self, queue: QueueState) -> None:
+        """Give back what has not started."""
+        for delivery in queue.runner.withdraw():
+            behind = queue.cut(delivery)
+            for each in (delivery, *behind):
+                self._holdings.finish(each, RELEASED)
 
     async def _until_quiet(self, seconds: float) -> None:
         """Wait until no handler runs, that long at most."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Iterable, Mapping
 from typing import Literal, TypeVar
 
-from eventbus.consuming.holdings import Holdings
+from eventbus.consuming.holdings import Holdings, chain
 from eventbus.consuming.queues import NEVER, QueueState
 from eventbus.consuming.solitude import Solitude
 from eventbus.errors import BusPaused, Unavailable
@@ -22,6 +22,8 @@ log = logging.getLogger("eventbus")
 
 _BUSY_PAUSE = 0.003
 """Seconds after which a queue is tried again that another worker was claiming from."""
+_HELD_PAUSE = 0.1
+"""Seconds after which an ordered queue is tried again all of whose lanes with events have an open claim."""
 _ALONE_PAUSE = 0.2
 """Seconds after which to look again for one that must run alone and that another worker has."""
 _PAUSED_POLL = 2.0
@@ -95,6 +97,8 @@ class Fetcher:
                 pause = _PAUSED_POLL
             except Unavailable:
                 self._doubt = "strong"
+                for queue in self._queues.values():
+                    queue.forget_completions()
                 await self._engine.recover()
                 continue
             if pause > 0:
@@ -121,7 +125,7 @@ class Fetcher:
         due = {queue_id: room for queue_id, room in rooms.items() if self._queues[queue_id].due_at <= now}
         if due:
             await self._fetch_due(due)
-        fresh = {queue_id: room for queue_id, room in rooms.items() if not self._queues[queue_id].dry}
+        fresh = {queue_id: room for queue_id, room in rooms.items() if self._queues[queue_id].claimable(now)}
         if fresh and self._budget() > 0 and not self._holdings.closing:
             await self._fetch_fresh(fresh)
         return self._until_next(time.monotonic())
@@ -140,6 +144,7 @@ class Fetcher:
     async def _fetch_fresh(self, rooms: Mapping[int, int]) -> None:
         for queue_id in rooms:
             self._queues[queue_id].dry = True  # news that arrive while we ask undo it
+            self._queues[queue_id].held_until = NEVER
         try:
             claimed = await self._ask(self._engine.claim(rooms, self._budget()))
         except BaseException:
@@ -148,6 +153,8 @@ class Fetcher:
             raise
         for queue_id in claimed.more:
             self._queues[queue_id].dry = False
+        for queue_id in claimed.held:
+            self._queues[queue_id].held_until = time.monotonic() + _HELD_PAUSE
         for queue_id, deliveries in claimed.deliveries.items():
             self._take(queue_id, deliveries)
         if claimed.busy and not claimed.deliveries:
@@ -202,17 +209,19 @@ class Fetcher:
     def _take(self, queue_id: int, deliveries: Iterable[Delivery]) -> None:
         self._holdings.take(deliveries)
         if not self._holdings.closing:
-            self._queues[queue_id].runner.offer(deliveries)
+            self._queues[queue_id].offer(deliveries)
             return
         for delivery in deliveries:
-            self._holdings.finish(delivery, RELEASED)
+            for each in chain(delivery):
+                self._holdings.finish(each, RELEASED)
 
     def _until_next(self, now: float) -> float:
         """Seconds until there is something to do without news; 0 when it is already there."""
         earliest = self._polled_at + self.poll_interval
         for queue in self._queues.values():
             if queue.room(now) > 0:
-                earliest = min(earliest, queue.due_at, max(queue.crashed_at, self._solitude.not_before))
+                alone_at = max(queue.crashed_at, self._solitude.not_before)
+                earliest = min(earliest, queue.due_at, queue.held_until, alone_at)
                 if not queue.dry and self._budget() > 0:
                     return 0.0
         return max(0.0, earliest - now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from eventbus.transport import RELEASED, Delivery, Lease, Verdict
 
@@ -30,7 +30,7 @@ class Holdings:
 
     def take(self, deliveries: Iterable[Delivery]) -> None:
         """Remember the leases of these deliveries."""
-        for lease in {delivery.lease for delivery in deliveries}:
+        for lease in {each.lease for delivery in deliveries for each in chain(delivery)}:
             self.leases.add(lease)
             self.bytes += lease.size
 
@@ -47,6 +47,13 @@ class Holdings:
         if lease.unfinished == 0:
             self.finished.append(lease)
             self.settleable.set()
+
+    def exchange(self, old: Lease, new: Iterable[Lease]) -> None:
+        """A lease was settled, and what still runs of it is held under others."""
+        self.forget(old)
+        for lease in new:
+            self.leases.add(lease)
+            self.bytes += lease.size
 
     def forget(self, lease: Lease) -> None:
         """The lease is settled or lost."""
@@ -74,6 +81,14 @@ class Holdings:
                 lease.verdicts.extend((seq, RELEASED) for seq in _seqs(lease) if seq not in known)
                 self.finished.append(lease)
         self.settleable.set()
+
+
+def chain(delivery: Delivery) -> Iterator[Delivery]:
+    """A delivery and those that follow it in its key."""
+    following: Delivery | None = delivery
+    while following is not None:
+        yield following
+        following = following.following
 
 
 def _seqs(lease: Lease) -> Iterable[int]:

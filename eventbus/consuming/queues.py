@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from eventbus.consuming.holdings import chain
+from eventbus.consuming.idempotency import Completions
 from eventbus.consuming.pace import Pace
 from eventbus.consuming.runners import Runner
-from eventbus.transport import Due, Verdict
+from eventbus.transport import Delivery, Due, Lease, Verdict
 
 NEVER: Final = float("inf")
 
@@ -20,37 +22,83 @@ class QueueState:
     name: str
     runner: Runner
     pace: Pace
+    completions: Completions | None = None
+    """Completed executions, where executions are recorded."""
+    skips: bool = False
+    """Of an ordered queue: a dead letter does not keep later events of its key waiting."""
+    behind: int = 0
+    """Deliveries here that wait for an earlier one of their key."""
     dry: bool = False
     """The last claim found nothing more, and nothing was announced since."""
     due_at: float = 0.0
     """When to look for exceptions; at first, at once."""
     crashed_at: float = NEVER
     """When one that must run alone is due."""
+    held_until: float = NEVER
+    """When to look again whether the claims that others have open are settled."""
 
     @property
     def quiet(self) -> bool:
         """Nothing is waiting in the database, retries included."""
-        return self.dry and self.due_at == self.crashed_at == NEVER
+        return self.dry and self.due_at == self.crashed_at == self.held_until == NEVER
+
+    def claimable(self, now: float) -> bool:
+        """There may be something to claim."""
+        return not self.dry or self.held_until <= now
 
     @property
     def hungry(self) -> bool:
         """There is more to claim, and little enough waits here."""
-        return not self.dry and self.runner.waiting <= self.pace.refill
+        return not self.dry and self.waiting <= self.pace.refill
+
+    @property
+    def waiting(self) -> int:
+        """Deliveries here that have not started."""
+        return self.runner.waiting + self.behind
 
     def room(self, now: float) -> int:
         """How many more deliveries to claim now."""
-        return self.pace.room(self.runner.waiting, self.runner.running, now)
+        return self.pace.room(self.waiting, self.runner.running, now)
+
+    def offer(self, deliveries: Iterable[Delivery]) -> None:
+        """Run these, and after each what follows it in its key."""
+        for delivery in deliveries:
+            if delivery.lease.ordered:
+                delivery.lease.offered[delivery.seq] = delivery
+                self.behind += sum(1 for _ in chain(delivery)) - 1
+        self.runner.offer(deliveries)
+
+    def follow(self, delivery: Delivery) -> None:
+        """The one before it in its key is done."""
+        self.behind -= 1
+        delivery.lease.offered[delivery.seq] = delivery
+        self.runner.offer((delivery,))
+
+    def cut(self, delivery: Delivery) -> list[Delivery]:
+        """Take what follows a delivery out of the way; it does not start here."""
+        behind = list(chain(delivery))[1:]
+        delivery.following = None
+        self.behind -= len(behind)
+        return behind
 
     def announce(self) -> None:
         """Anything may be waiting: look."""
         self.dry = False
         self.due_at = 0.0
+        self.held_until = NEVER
 
     def forget(self) -> None:
         """Drop what waits here and know nothing of the database."""
         self.runner.withdraw()
+        self.behind = 0
+        self.forget_completions()
         self.announce()
         self.crashed_at = NEVER
+
+    def forget_completions(self) -> None:
+        """What was committed may be gone after a reconnect."""
+        if self.completions is not None:
+            self.completions.clear()
 
     def expect(self, due: Due, now: float) -> None:
         """What the database said of the exceptions to come."""
@@ -58,8 +106,17 @@ class QueueState:
             self.due_at = min(self.due_at, now + due.due_in)
         self.crashed_at = NEVER if due.crashed_in is None else now + due.crashed_in
 
+    def settled(self, lease: Lease, now: float) -> None:
+        """A lease was settled or lost: what it tells of what comes next, and of what is done."""
+        self.expect_retries(lease.verdicts, now)
+        if lease.ordered:  # its lane is free, and what was parked behind it may be due
+            self.dry = False
+            self.due_at = 0.0
+        if self.completions is not None and lease.executed:
+            self.completions.add(lease.executed, now)
+
     def expect_retries(self, verdicts: Iterable[tuple[int, Verdict]], now: float) -> None:
         """The engine has stored these: earlier, a look for them would have been in vain."""
         for _, verdict in verdicts:
-            if verdict.outcome == "retry":
+            if verdict.outcome in ("retry", "deferred"):
                 self.due_at = min(self.due_at, now + verdict.delay)

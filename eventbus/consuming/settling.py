@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Mapping
 
+from eventbus.consuming.detaching import Detachment
 from eventbus.consuming.holdings import Holdings
 from eventbus.consuming.queues import QueueState
 from eventbus.errors import Unavailable
@@ -39,6 +40,8 @@ class Settler:
                 await self._record_progress()
             except Unavailable:
                 holdings.settleable.set()
+                for queue in self._queues.values():
+                    queue.forget_completions()
                 await self._engine.recover_settling()
 
     async def _wait(self) -> None:
@@ -57,20 +60,25 @@ class Settler:
             leases = list(holdings.finished)
             for lease in await self._engine.settle(leases):
                 _warn_of_lost(lease)
+                lease.executed.clear()
             settled = set(leases)
             holdings.finished = [lease for lease in holdings.finished if lease not in settled]
             now = time.monotonic()
             for lease in leases:
                 holdings.forget(lease)
-                self._queues[lease.queue_id].expect_retries(lease.verdicts, now)
+                self._queues[lease.queue_id].settled(lease, now)
             holdings.news.set()
             holdings.settled.set()
 
     async def _record_progress(self) -> None:
         now = time.monotonic()
         for lease in list(self._holdings.leases):
-            told_all = not lease.unfinished or not (lease.done or lease.verdicts)
-            if told_all or not (self._holdings.closing or now - lease.opened_at > _PROGRESS_AFTER):
+            if not (self._holdings.closing or now - lease.opened_at > _PROGRESS_AFTER):
+                continue
+            if lease.ordered and lease.claim_id and lease.unfinished:
+                await self._detach(lease)
+                continue
+            if not lease.unfinished or not (lease.done or lease.verdicts):
                 continue
             verdicts = lease.verdicts
             if await self._engine.record_progress(lease):
@@ -80,6 +88,17 @@ class Settler:
                 _warn_of_lost(lease)
                 lease.dropped = True
                 self._holdings.forget(lease)
+
+    async def _detach(self, lease: Lease) -> None:
+        """Let the lane of an ordered claim go on while some of it still runs."""
+        queue = self._queues[lease.queue_id]
+        part = Detachment(lease, queue, self._holdings)
+        if await part.write(self._engine):
+            queue.settled(lease, time.monotonic())
+        else:
+            _warn_of_lost(lease)
+            lease.dropped = True
+        self._holdings.news.set()
 
 
 def _warn_of_lost(lease: Lease) -> None:

@@ -29,6 +29,8 @@ class PostgresConsumer:
         self.worker_id = uuid4()
         self.names: dict[int, str] = {}
         """Queue numbers and names of this process."""
+        self.kinds: dict[int, str] = {}
+        """How the queues of this process are split into lanes."""
         self._claiming = claiming
         self._settling = settling
         self._calls = calls
@@ -37,6 +39,7 @@ class PostgresConsumer:
         """The newest claims of the two last looks at what we hold."""
         self._turn = 0
         """Whose turn it is to be first when the byte budget does not reach for all."""
+        self._due_turn = 0
         self._due_from: dict[int, datetime] = {}
         self._swept_at = 0.0
 
@@ -51,41 +54,51 @@ class PostgresConsumer:
 
     async def claim(self, rooms: Mapping[int, int], max_bytes: int) -> Claimed:
         token = uuid4()
-        turn = self._turn = (self._turn + 1) % len(rooms)
-        order = [*rooms][turn:] + [*rooms][:turn]
-        parameters = (self.worker_id, token, order, [rooms[queue_id] for queue_id in order], max_bytes)
+        self._turn += 1
+        first = self._turn % len(rooms)
+        order = [*rooms][first:] + [*rooms][:first]
+        parameters = (
+            self.worker_id, token, order, [rooms[queue_id] for queue_id in order], max_bytes, self._turn // len(rooms),
+        )  # fmt: skip
         rows = await self._claiming.rows(self._calls["claim"], parameters)
         return self._read_claims(rows, token)
 
     def _read_claims(self, rows: Sequence[Row], token: UUID) -> Claimed:
         deliveries: dict[int, list[Delivery]] = {}
-        more, busy = set(), set()
+        more: set[int] = set()
+        busy: set[int] = set()
+        held: set[int] = set()
         now = time.monotonic()
         lease = Lease(0, token, now)
         mine: list[Delivery] = []
         name = ""
-        for claim_id, queue_id, _, seq, size, event_id, topic, key, payload, headers, published_at in rows:
+        chains: Chains | None = None
+        for (
+            claim_id, queue_id, _, seq, size, event_id, topic, key, payload, headers, published_at, replay_id, ordered,
+            twin,
+        ) in rows:  # fmt: skip
             if claim_id is None:
-                more.add(queue_id)
-                if seq is None:
-                    busy.add(queue_id)
+                (busy if seq is None else more if seq else held).add(queue_id)
                 continue
             if claim_id != lease.claim_id:
-                lease = Lease(queue_id, token, now, claim_id=claim_id, lo=seq, started=seq - 1)
+                lease = Lease(queue_id, token, now, claim_id=claim_id, lo=seq, started=seq - 1, ordered=ordered)
                 mine = deliveries.setdefault(queue_id, [])
                 name = self.names[queue_id]
+                chains = Chains() if ordered else None
             event = None
             if event_id is not None:
                 event = Event(
                     event_id=event_id, topic=topic, payload=payload, headers=headers, key=key,
-                    published_at=published_at, queue=name,
+                    published_at=published_at, queue=name, replay_id=replay_id,
                 )  # fmt: skip
                 lease.size += size
             lease.hi = seq
             lease.unfinished += 1
-            mine.append(Delivery(event, lease, seq))
+            delivery = Delivery(event, lease, seq, twin)
+            if chains is None or chains.begins(key, delivery):
+                mine.append(delivery)
         self._newest_claim = max(self._newest_claim, lease.claim_id)
-        return Claimed(deliveries, frozenset(more), frozenset(busy))
+        return Claimed(deliveries, frozenset(more | busy), frozenset(busy), frozenset(held - more - busy))
 
     async def claim_due(self, rooms: Mapping[int, int], max_bytes: int, *, alone: bool) -> ClaimedDue:
         now = time.monotonic()
@@ -95,7 +108,10 @@ class PostgresConsumer:
         token = uuid4()
         partial = set(self._due_from)
         starts = [self._due_from.get(queue_id, _EVERYTHING) for queue_id in rooms]
-        parameters = (self.worker_id, token, list(rooms), list(rooms.values()), starts, max_bytes, alone)
+        self._due_turn += 1
+        parameters = (
+            self.worker_id, token, list(rooms), list(rooms.values()), starts, max_bytes, alone, self._due_turn,
+        )  # fmt: skip
         claimed = self._read_due(await self._claiming.rows(self._calls["claim_due"], parameters), token, alone=alone)
         sweep_in = self._swept_at + _SWEEP_SECONDS - now
         return ClaimedDue(
@@ -110,23 +126,28 @@ class PostgresConsumer:
         deliveries: dict[int, list[Delivery]] = {}
         upcoming: dict[int, Due] = {}
         now = time.monotonic()
+        chains = Chains()
         for row in rows:
             exception_id, queue_id, due_in, crashed_in, attempts, crashes, due_at, size, event_id, *rest = row
             if exception_id is None:
                 upcoming[queue_id] = Due(due_in, crashed_in)
                 continue
+            topic, key, payload, headers, published_at, replay_id, redriven, ordered, twin = rest
             lease = Lease(
-                queue_id, token, now, exception_id=exception_id, crashes=crashes, size=size or 0, unfinished=1
-            )
+                queue_id, token, now, exception_id=exception_id, crashes=crashes, ordered=ordered, size=size or 0,
+                unfinished=1,
+            )  # fmt: skip
             event = None
             if event_id is not None:
-                topic, key, payload, headers, published_at = rest
                 event = Event(
                     event_id=event_id, topic=topic, payload=payload, headers=headers, key=key,
-                    published_at=published_at, queue=self.names[queue_id], attempt=attempts + 1,
+                    published_at=published_at, queue=self.names[queue_id], attempt=attempts + 1, replay_id=replay_id,
+                    redriven=redriven,
                 )  # fmt: skip
-            deliveries.setdefault(queue_id, []).append(Delivery(event, lease, 0))
-            if not alone:
+            delivery = Delivery(event, lease, 0, twin)
+            if not ordered or chains.begins((queue_id, key), delivery):
+                deliveries.setdefault(queue_id, []).append(delivery)
+            if not alone and self.kinds[queue_id] == "plain":
                 self._due_from[queue_id] = due_at
         return ClaimedDue(deliveries, upcoming)
 
@@ -186,6 +207,19 @@ class PostgresConsumer:
         lease.recorded.update(done, (seq for seq, _ in verdicts))
         return bool(row[0])
 
+    async def detach(self, lease: Lease, seqs: Sequence[int]) -> Mapping[int, int] | None:
+        done, verdicts = lease.done, lease.verdicts
+        lease.done, lease.verdicts = [], []
+        outcomes = orjson.dumps(_outcomes(verdicts)).decode()
+        try:
+            rows = await self._settling.rows(
+                self._calls["detach"], (lease.claim_id, lease.token, sorted(done), outcomes, list(seqs))
+            )
+        except BaseException:
+            lease.done, lease.verdicts = done + lease.done, verdicts + lease.verdicts
+            raise
+        return {seq: exception_id or 0 for seq, exception_id in rows} if rows else None
+
     async def release_unknown(self, known: Collection[Lease], *, thorough: bool) -> int:
         if thorough:
             self.forget_newest_claim()
@@ -222,6 +256,24 @@ class PostgresConsumer:
         """
         started = {str(lease.claim_id): lease.started for lease in leases if lease.claim_id}
         return min([self._floors[0], *map(int, started)]), started
+
+
+class Chains:
+    """Links deliveries of the same key, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._last: dict[Any, Delivery] = {}
+
+    def begins(self, key: Any, delivery: Delivery) -> bool:
+        """Whether this is the first delivery of its key; otherwise it follows the one before. No key: always."""
+        if key is None:
+            return True
+        before = self._last.get(key)
+        self._last[key] = delivery
+        if before is None:
+            return True
+        before.following = delivery
+        return False
 
 
 def _not_later_than(seconds: float, due: Due) -> Due:

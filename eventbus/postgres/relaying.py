@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
 import orjson
 from psycopg import IsolationLevel
@@ -68,10 +68,12 @@ class PostgresRelay:
         [row] = await self._link.rows(self._calls["is_foreign"])
         return bool(row[0])
 
-    async def declare(self, patterns: Mapping[str, Sequence[str]]) -> dict[str, int]:
-        """Create or change queues, by name; returns the number of each. The last declaration of a name wins."""
-        wanted = [{"name": name, "patterns": list(chosen)} for name, chosen in patterns.items()]
-        rows = await self._link.rows(self._calls["declare"], (orjson.dumps(wanted).decode(),))
+    async def declare(self, queues: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        """Create or change queues; returns the number of each, by name. The last declaration of a name wins.
+
+        The fields of each are those of the engine's ``declare_queues``.
+        """
+        rows = await self._link.rows(self._calls["declare"], (orjson.dumps(queues).decode(),))
         return {name: number for name, number in rows}  # noqa: C416 - rows are tuples of any length to a type checker
 
     async def recover(self) -> None:

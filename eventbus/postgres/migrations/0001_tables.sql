@@ -68,7 +68,46 @@ CREATE TABLE {schema}.queues (
     id integer GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     name text COLLATE "C" NOT NULL UNIQUE,
     state text NOT NULL DEFAULT 'active' CHECK (state IN ('active', 'filling')),
-    lanes integer NOT NULL DEFAULT 1,
+    tracking text NOT NULL DEFAULT 'none' CHECK (tracking IN ('none', 'idempotent', 'transactional')),
+    when_exhausted text NOT NULL DEFAULT 'park' CHECK (when_exhausted IN ('park', 'skip')),
+    created_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp()
+);
+
+-- How a queue is split into lanes: lane_from .. lane_from + lanes - 1. A queue whose lanes change gets a new row. The
+-- newest gets what is relayed; the oldest is claimed from until nothing of it is left, and then removed.
+CREATE TABLE {schema}.layouts (
+    queue_id integer NOT NULL REFERENCES {schema}.queues ON DELETE CASCADE,
+    lane_from integer NOT NULL,
+    lanes integer NOT NULL CHECK (lanes BETWEEN 1 AND 1024),
+    kind text NOT NULL CHECK (kind IN ('plain', 'ordered', 'prioritized')),
+    PRIMARY KEY (queue_id, lane_from)
+);
+
+-- How far a new queue that starts with the earliest event has come; the same position as that of a tick.
+CREATE TABLE {schema}.fillings (
+    queue_id integer PRIMARY KEY REFERENCES {schema}.queues ON DELETE CASCADE,
+    snapshot pg_snapshot NOT NULL,
+    next_xid xid8 NOT NULL,
+    ids_upto bigint NOT NULL,
+    window_snapshot pg_snapshot,
+    window_next_xid xid8,
+    window_ids_upto bigint,
+    window_to bigint,
+    last_id bigint NOT NULL DEFAULT 0,
+    deliveries bigint NOT NULL DEFAULT 0
+);
+
+-- Retained events played into a queue once more. last_id: the last outbox row that was looked at.
+CREATE TABLE {schema}.replays (
+    id integer GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    queue_id integer NOT NULL REFERENCES {schema}.queues ON DELETE CASCADE,
+    since timestamptz,
+    until timestamptz,
+    topics text[] COLLATE "C" NOT NULL,
+    last_id bigint NOT NULL,
+    upto_id bigint NOT NULL,
+    deliveries bigint NOT NULL DEFAULT 0,
+    state text NOT NULL DEFAULT 'running' CHECK (state IN ('running', 'finished')),
     created_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp()
 );
 
@@ -139,7 +178,8 @@ CREATE INDEX claims_worker ON {schema}.claims (worker_id, id);
 CREATE TABLE {schema}.progress (
     claim_id bigint NOT NULL,
     seq bigint NOT NULL,
-    outcome text NOT NULL CHECK (outcome IN ('done', 'retry', 'dead', 'released', 'lost')),
+    outcome text NOT NULL
+        CHECK (outcome IN ('done', 'retry', 'dead', 'released', 'deferred', 'parked', 'held', 'lost')),
     PRIMARY KEY (claim_id, seq)
 );
 
@@ -151,18 +191,23 @@ CREATE TABLE {schema}.settlements (
 
 -- Deliveries that left the happy path. A row with range_hi stands for seq..range_hi, none of which ever started. One
 -- that may have killed workers runs alone in its process.
+--   key: what it is ordered by, null in a queue that is not ordered. Of the rows of one key at most one is not parked.
+--   finished: its transactional handler has committed; what is left is to remove the row.
+--   redriven_from: the number of the dead letter that it was.
 CREATE TABLE {schema}.exceptions (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     due_at timestamptz NOT NULL,
     seq bigint NOT NULL,
     range_hi bigint,
     outbox_id bigint,
+    redriven_from bigint,
     queue_id integer NOT NULL,
     lane integer NOT NULL,
     replay_id integer NOT NULL DEFAULT 0,
     attempts integer NOT NULL DEFAULT 0,
     crashes integer NOT NULL DEFAULT 0,
     alone boolean NOT NULL DEFAULT false,
+    finished boolean NOT NULL DEFAULT false,
     state text NOT NULL DEFAULT 'waiting' CHECK (state IN ('waiting', 'parked', 'claimed')),
     key text COLLATE "C",
     token uuid,
@@ -171,14 +216,16 @@ CREATE TABLE {schema}.exceptions (
     first_error json,
     last_error json,
     CHECK ((state = 'claimed') = (token IS NOT NULL AND worker_id IS NOT NULL)),
+    CHECK (state <> 'parked' OR key IS NOT NULL),
     CHECK ((range_hi IS NULL) = (outbox_id IS NOT NULL)),
     CHECK (range_hi >= seq)
 ) WITH (fillfactor = 75);
-CREATE INDEX exceptions_due ON {schema}.exceptions (queue_id, due_at, id) WHERE state = 'waiting' AND NOT alone;
+CREATE INDEX exceptions_due ON {schema}.exceptions (queue_id, lane, due_at, id) WHERE state = 'waiting' AND NOT alone;
 CREATE INDEX exceptions_alone ON {schema}.exceptions (queue_id, due_at, id) WHERE state = 'waiting' AND alone;
 CREATE INDEX exceptions_worker ON {schema}.exceptions (worker_id, id) WHERE state = 'claimed';
+CREATE INDEX exceptions_key ON {schema}.exceptions (queue_id, lane, key, seq) WHERE key IS NOT NULL;
 
--- Deliveries that gave up, each with its whole event.
+-- Deliveries that gave up, each with its whole event. blocks: later events of its key are parked behind it.
 CREATE TABLE {schema}.dead_letters (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     died_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
@@ -187,9 +234,11 @@ CREATE TABLE {schema}.dead_letters (
     lane integer NOT NULL,
     seq bigint NOT NULL,
     outbox_id bigint NOT NULL,
+    redriven_from bigint,
     replay_id integer NOT NULL DEFAULT 0,
     attempts integer NOT NULL,
     crashes integer NOT NULL,
+    blocks boolean NOT NULL DEFAULT false,
     event_id uuid,
     topic text COLLATE "C",
     key text COLLATE "C",
@@ -201,3 +250,18 @@ CREATE TABLE {schema}.dead_letters (
 );
 CREATE INDEX dead_letters_queue ON {schema}.dead_letters (queue_id, id);
 CREATE INDEX dead_letters_event ON {schema}.dead_letters (event_id);
+CREATE INDEX dead_letters_blocking ON {schema}.dead_letters (queue_id, lane, key) WHERE blocks;
+
+-- Executions of the queues that record them. Pending until completed_at is set. owner: the outbox row whose delivery
+-- runs it or will run it again; null when nobody does. Completed rows are removed when they are old enough.
+CREATE TABLE {schema}.processed_events (
+    claimed_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
+    completed_at timestamptz,
+    event_id uuid NOT NULL,
+    owner bigint,
+    queue_id integer NOT NULL,
+    replay_id integer NOT NULL DEFAULT 0,
+    PRIMARY KEY (queue_id, event_id, replay_id)
+) WITH (fillfactor = 75);
+CREATE INDEX processed_events_age ON {schema}.processed_events USING brin (claimed_at)
+    WITH (pages_per_range = 32, autosummarize = on);

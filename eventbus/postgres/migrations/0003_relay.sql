@@ -24,6 +24,19 @@ BEGIN
 END
 $body$;
 
+-- Which lane of its queue an event goes to, counted from the layout's first. Ordered: by the key; events without one
+-- are spread. md5, because other hashes differ between versions of the server. Prioritized: the most urgent is 0.
+CREATE FUNCTION {schema}.lane_of(p_kind text, p_lanes integer, p_key text, p_priority integer, p_outbox_id bigint)
+RETURNS integer LANGUAGE sql IMMUTABLE PARALLEL SAFE
+RETURN CASE p_kind
+    WHEN 'plain' THEN 0
+    WHEN 'prioritized' THEN p_lanes - 1 - p_priority * p_lanes / 10
+    ELSE CASE
+        WHEN p_key IS NULL THEN (p_outbox_id % p_lanes)::integer
+        ELSE (('x' || pg_catalog.left(pg_catalog.md5(p_key), 8))::bit(32)::bigint % p_lanes)::integer
+    END
+END;
+
 -- Relays the next rows, at most p_limit deliveries (at least one event). The first thing its transaction writes.
 --
 -- The tables are read only through laterals that find single rows (OFFSET 0 keeps the planner from turning them into
@@ -111,14 +124,14 @@ BEGIN
         ) x (xid)
         WHERE pg_visible_in_snapshot(x.xid, v_window)
     ), fresh AS MATERIALIZED (
-        SELECT u.id, u.topic, u.size FROM (
-            (SELECT o.id, o.topic, o.size FROM {schema}.outbox o
+        SELECT u.id, u.topic, u.size, u.key, u.priority FROM (
+            (SELECT o.id, o.topic, o.size, o.key, o.priority FROM {schema}.outbox o
              WHERE o.id > greatest(v_last, t.ids_upto) AND o.id <= v_upto
                AND pg_visible_in_snapshot(o.xid, v_window)
              ORDER BY o.id LIMIT p_limit)
             UNION ALL
-            (SELECT o.id, o.topic, o.size FROM straggling x CROSS JOIN LATERAL (
-                SELECT o.id, o.topic, o.size FROM {schema}.outbox o
+            (SELECT o.id, o.topic, o.size, o.key, o.priority FROM straggling x CROSS JOIN LATERAL (
+                SELECT o.id, o.topic, o.size, o.key, o.priority FROM {schema}.outbox o
                 WHERE o.xid = x.xid AND o.id > v_last AND o.id <= t.ids_upto
                 ORDER BY o.id LIMIT p_limit) o)
         ) u
@@ -130,32 +143,42 @@ BEGIN
             SELECT p.id, p.fanout FROM {schema}.topics p
             WHERE p.topic = d.topic AND p.bindings_version = v_bus.bindings_version OFFSET 0) p ON true
     ), targets AS MATERIALIZED (
-        SELECT p.topic_id, r.queue_id
+        SELECT p.topic_id, r.queue_id, l.lane_from, l.lanes, l.kind
         FROM known p
         CROSS JOIN LATERAL (SELECT r.queue_id FROM {schema}.routes r WHERE r.topic_id = p.topic_id OFFSET 0) r
+        CROSS JOIN LATERAL (
+            SELECT 1 FROM {schema}.queues q WHERE q.id = r.queue_id AND q.state = 'active' OFFSET 0) q
+        CROSS JOIN LATERAL (
+            SELECT l.lane_from, l.lanes, l.kind FROM {schema}.layouts l
+            WHERE l.queue_id = r.queue_id ORDER BY l.lane_from DESC LIMIT 1) l
     ), resolved AS MATERIALIZED (
-        SELECT f.id, f.topic, f.size, p.topic_id, p.fanout,
+        SELECT f.id, f.topic, f.size, f.key, f.priority, p.topic_id, p.fanout,
                row_number() OVER upto AS n,
                sum(coalesce(p.fanout, 0)) OVER upto AS copies,
                bool_or(p.topic_id IS NULL) OVER upto AS blocked
         FROM fresh f JOIN known p ON p.topic = f.topic
         WINDOW upto AS (ORDER BY f.id ROWS UNBOUNDED PRECEDING)
     ), taken AS MATERIALIZED (
-        SELECT r.id, r.size, r.topic_id, r.fanout FROM resolved r
+        SELECT r.id, r.size, r.key, r.priority, r.topic_id, r.fanout FROM resolved r
         WHERE NOT r.blocked AND (r.copies <= p_limit OR r.n = 1)
     ), copies AS MATERIALIZED (
-        SELECT r.queue_id, k.id, k.size, row_number() OVER (PARTITION BY r.queue_id ORDER BY k.id) AS n
-        FROM taken k JOIN targets r ON r.topic_id = k.topic_id
+        SELECT c.*, row_number() OVER (PARTITION BY c.queue_id, c.lane ORDER BY c.id) AS n FROM (
+            SELECT r.queue_id, k.id, k.size,
+                   r.lane_from + {schema}.lane_of(r.kind, r.lanes, k.key, k.priority, k.id) AS lane
+            FROM taken k JOIN targets r ON r.topic_id = k.topic_id
+        ) c
     ), newest AS MATERIALIZED (
-        SELECT q.queue_id, coalesce((
-            SELECT d.seq FROM {schema}.deliveries d WHERE d.queue_id = q.queue_id AND d.lane = 0
-            ORDER BY d.seq DESC LIMIT 1), 0) AS seq
-        FROM (SELECT DISTINCT c.queue_id FROM copies c) q
+        SELECT q.queue_id, q.lane, coalesce((
+            SELECT d.seq FROM {schema}.deliveries d WHERE d.queue_id = q.queue_id AND d.lane = q.lane
+            ORDER BY d.seq DESC LIMIT 1), (
+            SELECT c.hi FROM {schema}.claims c WHERE c.queue_id = q.queue_id AND c.lane = q.lane
+            ORDER BY c.lo DESC LIMIT 1), 0) AS seq
+        FROM (SELECT DISTINCT c.queue_id, c.lane FROM copies c) q
     ), appended AS (
         INSERT INTO {schema}.deliveries (queue_id, lane, seq, outbox_id, size)
-        SELECT c.queue_id, 0, w.seq + c.n, c.id, c.size
-        FROM copies c JOIN newest w ON w.queue_id = c.queue_id
-        ORDER BY c.queue_id, c.n
+        SELECT c.queue_id, c.lane, w.seq + c.n, c.id, c.size
+        FROM copies c JOIN newest w ON w.queue_id = c.queue_id AND w.lane = c.lane
+        ORDER BY c.queue_id, c.lane, c.n
         RETURNING 1
     ), counted AS (
         UPDATE {schema}.topics p SET unrouted = p.unrouted + k.n
@@ -164,7 +187,7 @@ BEGIN
     )
     SELECT (SELECT count(*) FROM fresh), (SELECT count(*) FROM taken), (SELECT max(k.id) FROM taken k),
            (SELECT count(*) FROM appended),
-           ARRAY(SELECT w.queue_id FROM newest w ORDER BY w.queue_id),
+           ARRAY(SELECT DISTINCT w.queue_id FROM newest w ORDER BY w.queue_id),
            ARRAY(SELECT DISTINCT r.topic FROM resolved r WHERE r.topic_id IS NULL ORDER BY r.topic LIMIT 1000)
     INTO v_fresh, events, v_taken_upto, deliveries, fed, unknown;
 
@@ -251,20 +274,39 @@ BEGIN
 END
 $body$;
 
--- Creates or changes queues: [{"name": ..., "patterns": [...]}]. The last declaration of a name wins. A new queue
--- gets what is relayed from now on. Returns the number of each.
+-- Creates or changes queues: [{"name", "patterns", "kind", "lanes", "tracking", "when_exhausted", "start"}]; the last
+-- declaration of a name wins. What is left out stays as it is, and is plain, none, park and latest in a new queue. A
+-- new queue gets what is relayed from now on; with start 'earliest' it is filled first. Returns each with its number.
 CREATE FUNCTION {schema}.declare_queues(p_queues json) RETURNS TABLE (name text, id integer)
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    v_queue record;
+    v_new boolean;
+    v_number integer;
 BEGIN
     PERFORM {schema}.require_read_committed();
     PERFORM pg_advisory_xact_lock({schema}.lock_key('tick'));
-    WITH wanted AS MATERIALIZED (
-        SELECT r.name AS queue, p.pattern
-        FROM json_to_recordset(p_queues) AS r (name text, patterns json),
-             json_array_elements_text(r.patterns) AS p (pattern)
-    )
-    INSERT INTO {schema}.queues (name) SELECT DISTINCT w.queue FROM wanted w ORDER BY w.queue
-    ON CONFLICT DO NOTHING;
+    FOR v_queue IN
+        SELECT r.* FROM json_to_recordset(p_queues) AS r (
+            name text, kind text, lanes integer, tracking text, when_exhausted text, start text)
+        ORDER BY r.name
+    LOOP
+        INSERT INTO {schema}.queues (name) VALUES (v_queue.name) ON CONFLICT DO NOTHING RETURNING queues.id
+        INTO v_number;
+        v_new := FOUND;
+        IF v_new THEN
+            INSERT INTO {schema}.layouts (queue_id, lane_from, lanes, kind)
+            VALUES (v_number, 0, {schema}.lanes_wanted(coalesce(v_queue.kind, 'plain'), v_queue.lanes, NULL),
+                    coalesce(v_queue.kind, 'plain'));
+            IF v_queue.start = 'earliest' THEN
+                PERFORM {schema}.begin_filling(v_number);
+            END IF;
+        ELSE
+            SELECT q.id INTO STRICT v_number FROM {schema}.queues q WHERE q.name = v_queue.name;
+            PERFORM {schema}.change_layout(v_number, v_queue.kind, v_queue.lanes);
+        END IF;
+        PERFORM {schema}.change_rules(v_number, v_queue.tracking, v_queue.when_exhausted);
+    END LOOP;
     WITH wanted AS MATERIALIZED (
         SELECT q.id AS queue_id, p.pattern
         FROM json_to_recordset(p_queues) AS r (name text, patterns json)

@@ -56,14 +56,15 @@ SELECT workers, deliveries FROM {schema}.take_over(%s::uuid, %s, %s)
 
 -- name: claim
 -- Claims the next range of each queue.
-SELECT claim_id, queue_id, lane, seq, size, event_id, topic, key, payload, headers, published_at
-FROM {schema}.claim(%s::uuid, %s::uuid, %s::integer[], %s::integer[], %s)
+SELECT claim_id, queue_id, lane, seq, size, event_id, topic, key, payload, headers, published_at, replay_id, ordered,
+       twin
+FROM {schema}.claim(%s::uuid, %s::uuid, %s::integer[], %s::integer[], %s, %s)
 
 -- name: claim_due
 -- Claims exceptions that are due.
 SELECT exception_id, queue_id, due_in, crashed_in, attempts, crashes, due_at, size, event_id, topic, key, payload,
-       headers, published_at
-FROM {schema}.claim_due(%s::uuid, %s::uuid, %s::integer[], %s::integer[], %s::timestamptz[], %s, %s)
+       headers, published_at, replay_id, redriven, ordered, twin
+FROM {schema}.claim_due(%s::uuid, %s::uuid, %s::integer[], %s::integer[], %s::timestamptz[], %s, %s, %s)
 
 -- name: settle
 -- Settles whole claims.
@@ -77,6 +78,10 @@ SELECT settle_exceptions FROM {schema}.settle_exceptions(%s::bigint[], %s::uuid[
 -- Records finished deliveries of a claim that stays open.
 SELECT {schema}.record_progress(%s, %s::uuid, %s::bigint[], %s::json)
 
+-- name: detach
+-- Settles an ordered claim while some of it still runs.
+SELECT seq, exception_id FROM {schema}.detach(%s, %s::uuid, %s::bigint[], %s::json, %s::bigint[])
+
 -- name: held
 -- What a worker holds by the database.
 SELECT kind, id FROM {schema}.held(%s::uuid, %s)
@@ -87,7 +92,8 @@ SELECT {schema}.release_unknown(%s::uuid, %s::bigint[], %s::bigint[])
 
 -- name: undone
 -- Whether anybody holds or waits for deliveries of these queues, or publishes in a transaction that is still open.
-SELECT EXISTS (SELECT 1 FROM {schema}.exceptions e WHERE e.queue_id = ANY (%s::integer[]))
+SELECT EXISTS (SELECT 1 FROM {schema}.exceptions e WHERE e.queue_id = ANY (%s::integer[]) AND e.state <> 'parked')
+    OR EXISTS (SELECT 1 FROM {schema}.queues q WHERE q.id = ANY (%s::integer[]) AND q.state <> 'active')
     OR EXISTS (
         SELECT 1 FROM {schema}.workers w JOIN {schema}.claims c ON c.worker_id = w.id AND c.id >= w.open_from
         WHERE w.state = 'live' AND c.queue_id = ANY (%s::integer[])

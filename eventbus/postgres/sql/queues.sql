@@ -28,7 +28,9 @@ WITH kept AS MATERIALIZED (
                      ORDER BY d.seq DESC LIMIT 1), 0) AS newest,
            coalesce((SELECT c.hi FROM {schema}.claims c WHERE c.queue_id = q.id AND c.lane = l.lane
                      ORDER BY c.lo DESC LIMIT 1), 0) AS position
-    FROM {schema}.queues q CROSS JOIN LATERAL generate_series(0, q.lanes - 1) AS l (lane)
+    FROM {schema}.queues q
+    JOIN {schema}.layouts y ON y.queue_id = q.id
+    CROSS JOIN LATERAL generate_series(y.lane_from, y.lane_from + y.lanes - 1) AS l (lane)
 ), sums AS MATERIALIZED (
     SELECT n.queue_id,
            sum(greatest(n.newest - n.position, 0) + coalesce(k.waiting, 0))::bigint AS waiting,
@@ -57,8 +59,9 @@ FROM {schema}.queues q JOIN sums s ON s.queue_id = q.id
 ORDER BY q.name
 
 -- name: find
--- Number and lanes of one queue.
-SELECT q.id, q.lanes FROM {schema}.queues q WHERE q.name = %(name)s
+-- Number of one queue, and how many lanes it has or had.
+SELECT q.id, (SELECT max(y.lane_from + y.lanes) FROM {schema}.layouts y WHERE y.queue_id = q.id) AS lanes
+FROM {schema}.queues q WHERE q.name = %(name)s
 
 -- name: names
 -- The names of all queues.

@@ -53,7 +53,8 @@ BEGIN
         FROM {schema}.outbox x
     ) r
     WHERE r.id = o.id AND (NOT r.relayed OR NOT pg_visible_in_snapshot(o.xid, v_snapshot));
-    FOREACH v_table IN ARRAY ARRAY['outbox', 'scheduled', 'queues', 'topics', 'claims', 'exceptions', 'dead_letters']
+    FOREACH v_table IN ARRAY ARRAY[
+        'outbox', 'scheduled', 'queues', 'topics', 'replays', 'claims', 'exceptions', 'dead_letters']
     LOOP
         EXECUTE format(
             'SELECT setval(%1$L::regclass, greatest(m.id, s.last_value), s.is_called OR m.id IS NOT NULL)'
