@@ -18,6 +18,7 @@ import psycopg
 
 from tests.torture.history import Journal
 from tests.torture.kinds import Kind
+from tests.torture.watch import Watch
 
 ROOT: Final = Path(__file__).parents[2]
 LEASE: Final = 2.0
@@ -29,12 +30,6 @@ SETTINGS: Final = {
     "EVENTBUS_PREFETCH": "300",
     "EVENTBUS_ON_RESTORE": "resume",  # the database is a copy of a template
 }
-WORKERS: Final = """
-SELECT id::text, pid, state, (extract(epoch FROM started_at) * 1000000)::bigint * 1000,
-       (extract(epoch FROM CASE WHEN isfinite(heartbeat_at) THEN heartbeat_at ELSE started_at END)
-        * 1000000)::bigint * 1000
-FROM eventbus.workers
-"""
 LETTERS: Final = """
 SELECT l.id, q.name, l.payload ->> 'token'
 FROM eventbus.dead_letters l JOIN eventbus.queues q ON q.id = l.queue_id ORDER BY random() LIMIT %s
@@ -58,12 +53,12 @@ class Workers:
         self._folder = folder
         self._connection = psycopg.connect(dsn, autocommit=True)
         self._journal = Journal(folder, "workers")
+        self._watch = Watch(self._connection, self._journal, LEASE)
         self._chance = random.Random(seed)
         self._numbers = itertools.count(1)
         self._running: dict[subprocess.Popen[bytes], Path] = {}
         self._stopping: dict[subprocess.Popen[bytes], Path] = {}
         self._frozen: dict[subprocess.Popen[bytes], float] = {}
-        self._seen: dict[str, tuple[object, ...]] = {}
 
     def start(self, count: int = 1) -> None:
         """Start workers."""
@@ -78,19 +73,7 @@ class Workers:
 
     def look(self) -> None:
         """Write down which workers are registered; wake those that were frozen long enough; see who has ended."""
-        for worker, pid, state, started, heartbeat in self._connection.execute(WORKERS).fetchall():
-            seen = (state, heartbeat)
-            if self._seen.get(worker) != seen:
-                self._seen[worker] = seen
-                self._journal.write(
-                    "worker",
-                    id=worker,
-                    pid=pid,
-                    state=state,
-                    started=started,
-                    heartbeat=heartbeat,
-                    lease=int(LEASE * 1e9),
-                )
+        self._watch.look()
         for process, until in [*self._frozen.items()]:
             if time.monotonic() > until:
                 process.send_signal(signal.SIGCONT)
