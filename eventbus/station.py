@@ -18,7 +18,7 @@ from eventbus.consuming.execution import Execution
 from eventbus.consuming.idempotency import Completions, execution_of
 from eventbus.consuming.pace import Pace
 from eventbus.consuming.queues import QueueState
-from eventbus.consuming.runners import Finish, Runner, TaskRunner, ThreadRunner
+from eventbus.consuming.runners import Finish, runner_for
 from eventbus.consuming.subscriptions import Subscription
 from eventbus.errors import ConfigurationError, Unavailable
 from eventbus.postgres.claiming import PostgresConsumer
@@ -131,14 +131,11 @@ class Station:
         slots = subscription.concurrency or self._settings.concurrency
         completions = None if subscription.tracking == "none" else Completions()
         execution = Execution(subscription, random.random, completed=_knower(completions))
-        pace = Pace(slots, self._settings.prefetch, asyncio.get_running_loop().time())
+        events = slots * (subscription.batch or 1)
+        pace = Pace(events, max(events, self._settings.prefetch), asyncio.get_running_loop().time())
         state: QueueState
         finish: Finish = lambda delivery, verdict: self._consumer.finish(delivery, verdict, state)  # noqa: E731
-        runner: Runner
-        if subscription.handler.is_async:
-            runner = TaskRunner(execution, slots, finish)
-        else:
-            runner = ThreadRunner(execution, slots, finish, f"eventbus-{subscription.name}")
+        runner = runner_for(subscription, execution, slots, finish, f"eventbus-{subscription.name}")
         state = QueueState(
             subscription.name, runner, pace, completions=completions, skips=subscription.when_exhausted == "skip"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
 from eventbus.consuming.results import Failure, failure
@@ -78,11 +78,11 @@ class Verdicts:
         return Verdict("retry", delay=delay, error=_stored(problem))
 
 
-def warn_of_failed_batch(events: int, error: BaseException, first: Event) -> None:
+def warn_of_batch(events: Sequence[Event], why: BaseException | str) -> None:
     """The call for several events failed, and each of them is run again by itself."""
     _say(
         logging.WARNING, "the handler failed with a batch of %d events, which now run one by one: %s: %s",
-        events, first, _brief(failure(error)), about=first,
+        len(events), events[0], why if isinstance(why, str) else _brief(failure(why)), about=events[0],
     )  # fmt: skip
 
 
