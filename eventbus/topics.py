@@ -1,6 +1,6 @@
-"""The names that travel with an event: topics, patterns, queue names, ordering keys, headers.
+"""What travels with an event besides its payload: topics, patterns, queue names, ordering keys, headers, priorities.
 
-Everything here is pure. Publishing checks a topic, a key and headers before any SQL; a subscription checks its
+Everything here is pure. Publishing checks topic, key, headers and priority before any SQL; a subscription checks its
 pattern and queue name at decoration; the relay asks a :class:`Matcher` once per new topic.
 
 A topic is words joined by dots, ``orders.created``: letters, digits, ``_`` and ``-`` of ASCII, case-sensitive,
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from eventbus.errors import ConfigurationError, InvalidHeaders, InvalidKey, InvalidTopic
+from eventbus.errors import ConfigurationError, InvalidHeaders, InvalidKey, InvalidTopic, PublishError
 
 MAX_TOPIC_BYTES: Final = 255
 MAX_QUEUE_NAME_BYTES: Final = 200
@@ -23,6 +23,7 @@ MAX_KEY_BYTES: Final = 512
 MAX_HEADER_NAME_BYTES: Final = 128
 MAX_HEADER_VALUE_BYTES: Final = 8 * 1024
 MAX_HEADERS_BYTES: Final = 32 * 1024
+MAX_PRIORITY: Final = 9
 
 _TOPIC: Final = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
 _WORD: Final = re.compile(r"[A-Za-z0-9_-]+")
@@ -88,18 +89,32 @@ def validate_headers(headers: object) -> dict[str, str]:
     if not isinstance(headers, Mapping):
         raise InvalidHeaders(f"headers are a mapping of names to text, not {_kind(headers)}")
     present: dict[str, str] = {}
-    total = 0
     for name, value in headers.items():
         _check_header_name(name)
         if value is not None:
-            present[str.__str__(name)] = text = _header_value(name, value)
-            total += len(name) + _size(text)
+            present[str.__str__(name)] = _header_value(name, value)
+    total = bytes_of_headers(present)
     if total > MAX_HEADERS_BYTES:
         raise InvalidHeaders(
             f"all headers together have {total} bytes, at most {MAX_HEADERS_BYTES} are allowed; "
             "put the data into the payload"
         )
     return present
+
+
+def bytes_of_headers(headers: Mapping[str, str]) -> int:
+    """What counts against :data:`MAX_HEADERS_BYTES`: the UTF-8 of all names and values."""
+    return sum(len(name) + _size(value) for name, value in headers.items())
+
+
+def validate_priority(priority: object) -> int:
+    """``priority`` as a plain integer; raises :class:`~eventbus.errors.PublishError` with the rule it breaks."""
+    rule = f"0 (the default) to {MAX_PRIORITY} (handled first)"
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise PublishError(f"a priority is an integer, {rule}, not {_kind(priority)}")
+    if not 0 <= priority <= MAX_PRIORITY:
+        raise PublishError(f"this priority is out of range; use {rule}")
+    return int(priority)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """NDJSON to events: one JSON value per line, read exactly or refused with what is wrong with it.
 
-A line is ``{"topic": …, "payload": …, "key": …, "headers": …, "event_id": …, "delay": …, "at": …}``, of which only
-the topic has to be there; or, where a topic was given for all of them, a line is a payload and nothing else.
+A line is ``{"topic": …, "payload": …, "key": …, "headers": …, "event_id": …, "priority": …, "delay": …,
+"at": …}``, of which only the topic has to be there; or, where a topic was given for all of them, a line is a payload
+and nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from eventbus.publishing.outgoing import OutboxEvent, prepare
 LARGEST_BATCH: Final = 32 * 1024 * 1024
 """Bytes of lines in one transaction, whatever the number of lines."""
 
-_FIELDS: Final = ("topic", "payload", "key", "headers", "event_id", "delay", "at")
+_FIELDS: Final = ("topic", "payload", "key", "headers", "event_id", "priority", "delay", "at")
 _NAME_THE_TOPIC: Final = "; if the lines are payloads, name their TOPIC before --file"
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)?")
 _UNITS: Final[Mapping[str, int]] = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
@@ -52,7 +53,7 @@ def checked(line: Line, max_bytes: int) -> Line:
     if line.event is None:
         return line
     try:
-        prepare(**{name: getattr(line.event, name) for name in _FIELDS}, max_bytes=max_bytes)
+        prepare(line.event, max_bytes=max_bytes)
     except PublishError as error:
         return Line(line.number, line.size, None, str(error))
     return line

@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
         "publish",
         publish,
         "eventbus publish orders.created '{\"order\": 17}' --key customer-4 --header tenant=acme",
-        "eventbus publish orders.reminder '{\"order\": 17}' --delay 2h",
+        "eventbus publish orders.reminder '{\"order\": 17}' --delay 2h --priority 9",
         "eventbus publish --file events.ndjson",
         "zcat payloads.ndjson.gz | eventbus publish orders.imported --file - --batch 5000",
     )
@@ -43,6 +43,9 @@ def publish(
     payload: Annotated[str | None, typer.Argument(metavar="PAYLOAD", help="JSON; null if left out")] = None,
     key: Annotated[str | None, typer.Option("--key", help="ordering key")] = None,
     header: Annotated[list[str] | None, typer.Option("--header", metavar="NAME=VALUE", help="may be repeated")] = None,
+    priority: Annotated[
+        int | None, typer.Option("--priority", min=0, max=9, help="9 is first, 0 (the default) last")
+    ] = None,
     delay: Annotated[str | None, typer.Option("--delay", metavar="TIME", help="as 90, 90s, 15m, 2h or 1d")] = None,
     at: Annotated[str | None, typer.Option("--at", metavar="MOMENT", help="as 2030-01-31T09:00:00+01:00")] = None,
     event_id: Annotated[str | None, typer.Option("--event-id", metavar="UUID", help="instead of a new one")] = None,
@@ -58,19 +61,20 @@ def publish(
 ) -> None:
     """Publish one event, or the lines of a file.
 
-    A line is an object with "topic" and, if wanted, "payload", "key", "headers", "event_id", "delay" and "at". With
-    TOPIC and --file together, a line is a payload and nothing else.
+    A line is an object with "topic" and, if wanted, "payload", "key", "headers", "event_id", "priority", "delay" and
+    "at". With TOPIC and --file together, a line is a payload and nothing else.
 
     Each batch is one transaction, and is checked whole before anything of it is sent. The first bad line stops the
     command: the batches before it are committed, and nothing after them. The message says where to go on.
     """
-    single = {"--key": key, "--header": header, "--delay": delay, "--at": at, "--event-id": event_id}
+    single = {"--key": key, "--header": header or None, "--priority": priority, "--delay": delay, "--at": at,
+              "--event-id": event_id}  # fmt: skip
     if file is None:
         if topic is None:
             raise typer.BadParameter("give a TOPIC, or --file", param_hint="TOPIC")
         _publish_one(invocation, _event(topic, payload, single))
         return
-    wrong = [name for name, value in single.items() if value] + (["PAYLOAD"] if payload is not None else [])
+    wrong = [name for name, value in single.items() if value is not None] + (["PAYLOAD"] if payload is not None else [])
     if wrong:
         raise typer.BadParameter("goes with one event, not with --file", param_hint=wrong[0])
     _publish_file(invocation, file, topic, batch, skip_bad=skip_bad)
@@ -86,7 +90,8 @@ def _event(topic: str, payload: str | None, given: dict[str, Any]) -> OutboxEven
         topic=topic,
         payload=_parsed("PAYLOAD", payload, lambda text: _payload(text, parse_json)),
         key=given["--key"],
-        headers=dict(_header(item) for item in given["--header"] or []) or None,
+        headers=_headers(given["--header"] or []),
+        priority=given["--priority"] or 0,
         delay=_parsed("--delay", given["--delay"], parse_duration),
         at=_parsed("--at", given["--at"], parse_moment),
         event_id=_parsed("--event-id", given["--event-id"], UUID),
@@ -108,6 +113,15 @@ def _parsed(name: str, text: str | None, parse: Callable[[str], Any]) -> Any:
         return parse(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=name) from None
+
+
+def _headers(items: list[str]) -> dict[str, str] | None:
+    headers: dict[str, str] = {}
+    for name, value in map(_header, items):
+        if name in headers:
+            raise typer.BadParameter(f"'{name}' is given twice", param_hint="--header")
+        headers[name] = value
+    return headers or None
 
 
 def _header(text: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ import psycopg
 from eventbus.errors import ConfigurationError
 from eventbus.postgres.statements import Statements
 
-_EVENT: Final = ("event_id", "topic", "key", "payload", "headers", "size")
+_EVENT: Final = ("event_id", "topic", "key", "payload", "headers", "priority", "size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,12 @@ PUBLISH: Final = (
     Right("", ("USAGE",)),
     Right("outbox", ("INSERT",), _EVENT),
     Right("scheduled", ("INSERT",), ("due_at", *_EVENT)),
+    Right("scheduled", ("SELECT",), ("event_id",)),
+    Right("scheduled", ("DELETE",)),
 )
-"""For `outbox.publish_event` and the SQL function `publish`. Never on `outbox.xid`: it decides what is relayed."""
+"""For `outbox.publish_event` and `cancel_event`, and the SQL functions `publish` and `cancel`.
+
+Never on `outbox.xid`: it decides what is relayed."""
 
 CONSUME: Final = (
     Right("", ("USAGE",)),
@@ -58,7 +62,7 @@ CONSUME: Final = (
     Right("bus", ("SELECT",)),
     Right("bus", ("UPDATE",), ("bindings_version",)),
     Right("outbox", ("SELECT",)),
-    Right("outbox", ("INSERT",), (*_EVENT, "priority")),
+    Right("outbox", ("INSERT",), _EVENT),
     Right("scheduled", ("SELECT", "UPDATE", "DELETE")),
     Right("ticks", ("SELECT", "INSERT")),
     Right("queues", ("SELECT", "INSERT")),

@@ -7,10 +7,12 @@ and get the same statements: numbered placeholders ``$1``, and every parameter t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import psycopg
+from psycopg import errors
 from psycopg.adapt import AdaptersMap
 from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.rows import tuple_row
@@ -42,6 +44,9 @@ class Adapter(Protocol):
     def execute(self, connection: Any, statements: Sequence[Statement]) -> None:
         """Run all of them or none. Opens a transaction of its own only if there are several and none is open."""
 
+    def fetch(self, connection: Any, statement: Statement) -> Any:
+        """Run one statement; the only value of its only row, which is text or null."""
+
 
 class AsyncAdapter(Protocol):
     """The same for connections that are awaited."""
@@ -53,6 +58,9 @@ class AsyncAdapter(Protocol):
         """As in :class:`Adapter`."""
 
     async def execute(self, connection: Any, statements: Sequence[Statement]) -> None:
+        """As in :class:`Adapter`."""
+
+    async def fetch(self, connection: Any, statement: Statement) -> Any:
         """As in :class:`Adapter`."""
 
 
@@ -83,13 +91,17 @@ class PsycopgAdapter:
         else:
             self._run(connection, statements)
 
+    def fetch(self, connection: psycopg.Connection[Any], statement: Statement) -> Any:
+        """On a cursor of its own, too."""
+        with _missing_schema_noted():
+            cursor = _Cursor(connection, self._adapters).execute(statement.sql.encode(), statement.parameters)
+            [(value,)] = cursor.fetchall()
+        return value
+
     def _run(self, connection: psycopg.Connection[Any], statements: Sequence[Statement]) -> None:
-        try:
+        with _missing_schema_noted():
             for sql, parameters in statements:
                 _Cursor(connection, self._adapters).execute(sql.encode(), parameters)
-        except psycopg.errors.UndefinedTable as error:
-            error.add_note(_NO_SCHEMA)
-            raise
 
 
 class AsyncPsycopgAdapter:
@@ -119,13 +131,19 @@ class AsyncPsycopgAdapter:
         else:
             await self._run(connection, statements)
 
+    async def fetch(self, connection: psycopg.AsyncConnection[Any], statement: Statement) -> Any:
+        """As in :class:`PsycopgAdapter`."""
+        with _missing_schema_noted():
+            cursor = await _AsyncCursor(connection, self._adapters).execute(
+                statement.sql.encode(), statement.parameters
+            )
+            [(value,)] = await cursor.fetchall()
+        return value
+
     async def _run(self, connection: psycopg.AsyncConnection[Any], statements: Sequence[Statement]) -> None:
-        try:
+        with _missing_schema_noted():
             for sql, parameters in statements:
                 await _AsyncCursor(connection, self._adapters).execute(sql.encode(), parameters)
-        except psycopg.errors.UndefinedTable as error:
-            error.add_note(_NO_SCHEMA)
-            raise
 
 
 class _Cursor(psycopg.RawCursor[Any]):
@@ -142,6 +160,15 @@ class _AsyncCursor(psycopg.AsyncRawCursor[Any]):
     def __init__(self, connection: psycopg.AsyncConnection[Any], adapters: AdaptersMap) -> None:
         super().__init__(connection, row_factory=tuple_row)
         self._adapters = adapters
+
+
+@contextmanager
+def _missing_schema_noted() -> Iterator[None]:
+    try:
+        yield
+    except (errors.UndefinedTable, errors.UndefinedFunction, errors.InvalidSchemaName) as error:
+        error.add_note(_NO_SCHEMA)
+        raise
 
 
 def _text_as_it_is() -> AdaptersMap:

@@ -1,4 +1,4 @@
-"""Publishing: one INSERT into the outbox, on the caller's connection, in the caller's transaction.
+"""Publishing and taking back: one statement on the caller's connection, in the caller's transaction.
 
 Before it: ``outgoing`` checks and encodes, ``connections`` knows the caller's kind of connection. After it: once the
 caller has committed, the relay finds the row. Nothing here opens a connection, commits, or changes the caller's
@@ -7,16 +7,15 @@ connection; what the caller's connection raises passes through.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from datetime import datetime, timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Unpack
 from uuid import UUID
 
 from eventbus.errors import NotInTransaction, PublishError
 from eventbus.publishing.connections import Connections, Statement
-from eventbus.publishing.outgoing import OutboxEvent, Row, prepare
+from eventbus.publishing.outgoing import EventOptions, OutboxEvent, Row, checked_event_id, prepare
 from eventbus.settings import Settings
 
 _BATCH_EVENTS: Final = 1_000
@@ -38,6 +37,10 @@ class Statements(Protocol):
     def schedule_many(self) -> str:
         """Lists of events with when they are due."""
 
+    @property
+    def cancel(self) -> str:
+        """The id of an event; answers null if it does not wait."""
+
 
 class Outbox:
     """Publishes events in the caller's transaction; safe to share between threads and tasks.
@@ -53,61 +56,24 @@ class Outbox:
         self._bound: ContextVar[_Binding | None] = ContextVar("eventbus_connection", default=None)
 
     def publish_event(
-        self,
-        topic: str,
-        payload: Any,
-        *,
-        key: str | None = None,
-        headers: Mapping[str, str | None] | None = None,
-        delay: float | timedelta | None = None,
-        at: datetime | None = None,
-        event_id: UUID | None = None,
-        autocommit: bool = False,
-        conn: Any = None,
+        self, topic: str, payload: Any, *, autocommit: bool = False, conn: Any = None, **options: Unpack[EventOptions]
     ) -> UUID:
         """Publish one event when the caller commits; returns its id at once.
 
-        ``delay`` (seconds or a timedelta, by the database's clock) or ``at`` (an aware datetime) makes it due later.
+        The options are ``key``, ``headers``, ``priority`` (0 to 9), ``delay`` (seconds or a timedelta, by the
+        database's clock) or ``at`` (an aware datetime), and ``event_id``: the fields of :class:`OutboxEvent`.
         ``autocommit=True`` allows a connection in autocommit mode without a transaction: the event is then
         published at once, on its own.
         """
-        row = prepare(
-            topic,
-            payload,
-            max_bytes=self._max_bytes,
-            key=key,
-            headers=headers,
-            delay=delay,
-            at=at,
-            event_id=event_id,
-        )
+        row = prepare(OutboxEvent(topic, payload, **options), max_bytes=self._max_bytes)
         self._send(conn, self._one(row), autocommit=autocommit)
         return row.event_id
 
     async def apublish_event(
-        self,
-        topic: str,
-        payload: Any,
-        *,
-        key: str | None = None,
-        headers: Mapping[str, str | None] | None = None,
-        delay: float | timedelta | None = None,
-        at: datetime | None = None,
-        event_id: UUID | None = None,
-        autocommit: bool = False,
-        conn: Any = None,
+        self, topic: str, payload: Any, *, autocommit: bool = False, conn: Any = None, **options: Unpack[EventOptions]
     ) -> UUID:
         """As :meth:`publish_event`, on an async connection."""
-        row = prepare(
-            topic,
-            payload,
-            max_bytes=self._max_bytes,
-            key=key,
-            headers=headers,
-            delay=delay,
-            at=at,
-            event_id=event_id,
-        )
+        row = prepare(OutboxEvent(topic, payload, **options), max_bytes=self._max_bytes)
         await self._asend(conn, self._one(row), autocommit=autocommit)
         return row.event_id
 
@@ -133,6 +99,29 @@ class Outbox:
             await self._asend(conn, self._many(rows), autocommit=autocommit)
         return [row.event_id for row in rows]
 
+    def cancel_event(self, event_id: UUID, *, autocommit: bool = False, conn: Any = None) -> bool:
+        """Take back a delayed event when the caller commits; False if there is none that has not fired.
+
+        An event is either cancelled or delivered. If the relay is firing it right now, this waits for the relay, a
+        few milliseconds; until the caller's transaction ends, the relay leaves the event alone. ``autocommit`` as for
+        :meth:`publish_event`.
+        """
+        statement = self._cancel(event_id)
+        connection = self._connection(conn)
+        adapter = self.connections.find(connection)
+        if not autocommit and not adapter.in_transaction(connection):
+            raise NotInTransaction(_not_in_transaction("cancel"))
+        return adapter.fetch(connection, statement) is not None
+
+    async def acancel_event(self, event_id: UUID, *, autocommit: bool = False, conn: Any = None) -> bool:
+        """As :meth:`cancel_event`, on an async connection."""
+        statement = self._cancel(event_id)
+        connection = self._connection(conn)
+        adapter = self.connections.find_async(connection)
+        if not autocommit and not await adapter.in_transaction(connection):
+            raise NotInTransaction(_not_in_transaction("cancel"))
+        return await adapter.fetch(connection, statement) is not None
+
     @contextmanager
     def using(self, conn: Any) -> Iterator[None]:
         """Bind a connection, sync or async, for every publish of this block that names none; blocks nest.
@@ -154,14 +143,14 @@ class Outbox:
         connection = self._connection(conn)
         adapter = self.connections.find(connection)
         if not autocommit and not adapter.in_transaction(connection):
-            raise NotInTransaction(_NOT_IN_TRANSACTION)
+            raise NotInTransaction(_not_in_transaction("publish"))
         adapter.execute(connection, statements)
 
     async def _asend(self, conn: Any, statements: Sequence[Statement], *, autocommit: bool) -> None:
         connection = self._connection(conn)
         adapter = self.connections.find_async(connection)
         if not autocommit and not await adapter.in_transaction(connection):
-            raise NotInTransaction(_NOT_IN_TRANSACTION)
+            raise NotInTransaction(_not_in_transaction("publish"))
         await adapter.execute(connection, statements)
 
     def _connection(self, conn: Any) -> Any:
@@ -178,17 +167,20 @@ class Outbox:
         rows: list[Row] = []
         try:
             for event in events:
-                rows.append(_prepare(_outbox_event(event), self._max_bytes))  # noqa: PERF401 - counts for the note
+                rows.append(prepare(_outbox_event(event), max_bytes=self._max_bytes))  # noqa: PERF401 - counts for the note
         except PublishError as error:
             error.add_note(f"It is number {len(rows)} of the events, counted from 0; none was published.")
             raise
         return rows
 
     def _one(self, row: Row) -> Sequence[Statement]:
-        event_id, topic, key, payload, headers, due = row
+        event_id, topic, key, payload, headers, priority, due = row
         if due is not None:
             return self._many([row])
-        return (Statement(self._statements.publish, (event_id.hex, topic, key, payload, headers)),)
+        return (Statement(self._statements.publish, (event_id.hex, topic, key, payload, headers, priority)),)
+
+    def _cancel(self, event_id: UUID) -> Statement:
+        return Statement(self._statements.cancel, (checked_event_id(event_id).hex,))
 
     def _many(self, rows: Sequence[Row]) -> Sequence[Statement]:
         now = [row for row in rows if row.due is None]
@@ -217,19 +209,6 @@ def _outbox_event(given: object) -> OutboxEvent:
     raise PublishError(f"an event is an OutboxEvent or a tuple (topic, payload), not {type(given).__name__}")
 
 
-def _prepare(event: OutboxEvent, max_bytes: int) -> Row:
-    return prepare(
-        event.topic,
-        event.payload,
-        max_bytes=max_bytes,
-        key=event.key,
-        headers=event.headers,
-        delay=event.delay,
-        at=event.at,
-        event_id=event.event_id,
-    )
-
-
 def _batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
     """Runs of rows that fit one statement; a single large row has one of its own."""
     start = characters = 0
@@ -249,6 +228,7 @@ def _columns(rows: Sequence[Row]) -> list[str]:
         _array(row.key for row in rows),
         f"[{','.join(row.payload for row in rows)}]",
         _array(row.headers for row in rows),
+        _array(row.priority for row in rows),
     ]
 
 
@@ -267,7 +247,8 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-_NOT_IN_TRANSACTION: Final = (
-    "the connection is in autocommit mode and no transaction is open; open one around your changes and the publish "
-    "(with conn.transaction():), or say autocommit=True to publish at once, on its own"
-)
+def _not_in_transaction(verb: str) -> str:
+    return (
+        f"the connection is in autocommit mode and no transaction is open; open one around your changes and the {verb} "
+        f"(with conn.transaction():), or say autocommit=True to {verb} at once, on its own"
+    )

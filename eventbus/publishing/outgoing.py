@@ -10,15 +10,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypedDict
 from uuid import UUID
 
 import orjson
 
 from eventbus.errors import PublishError
-from eventbus.event import CAUSATION_ID, CORRELATION_ID, Event, current_event, new_event_id
+from eventbus.event import current_event, new_event_id
 from eventbus.payload import encode
-from eventbus.topics import validate_headers, validate_key, validate_topic
+from eventbus.publishing.inheritance import with_context
+from eventbus.topics import validate_headers, validate_key, validate_priority, validate_topic
 
 MAX_DELAY: Final = timedelta(days=36_500)
 """Longest delay; far beyond any use, and safely inside PostgreSQL's calendar."""
@@ -26,19 +27,38 @@ MAX_DELAY: Final = timedelta(days=36_500)
 _MICROSECOND: Final = timedelta(microseconds=1)
 
 
+class EventOptions(TypedDict, total=False):
+    """What may be said about an event beyond topic and payload: keywords of ``publish_event``, fields of `OutboxEvent`.
+
+    :class:`OutboxEvent` says what each means.
+    """
+
+    key: str | None
+    headers: Mapping[str, str | None] | None
+    priority: int
+    delay: float | timedelta | None
+    at: datetime | None
+    event_id: UUID | None
+
+
 @dataclass(frozen=True, slots=True)
 class OutboxEvent:
-    """One event to publish with ``publish_events``; the same options as ``publish_event``."""
+    """One event to publish, for ``publish_events``."""
 
     topic: str
     payload: Any = None
     key: str | None = None
+    """What the event is about; ordered queues keep the order of a key."""
     headers: Mapping[str, str | None] | None = None
+    """Names and text; None as a value leaves a header out, also one that would be inherited."""
     delay: float | timedelta | None = None
     """Seconds or a timedelta from the moment of the INSERT, by the database's clock."""
     at: datetime | None = None
     """Aware datetime at which the event is published; a moment in the past means as soon as possible."""
     event_id: UUID | None = None
+    """The id of the event, to publish the same event again on purpose; a new one if there is none."""
+    priority: int = 0
+    """0 to 9; queues with priorities hand out the highest first."""
 
 
 class Row(NamedTuple):
@@ -49,6 +69,7 @@ class Row(NamedTuple):
     key: str | None
     payload: str
     headers: str | None
+    priority: str
     due: Due | None
 
 
@@ -59,44 +80,32 @@ class Due(NamedTuple):
     at: str | None
 
 
-def prepare(
-    topic: str,
-    payload: Any,
-    *,
-    max_bytes: int,
-    key: str | None = None,
-    headers: Mapping[str, str | None] | None = None,
-    delay: float | timedelta | None = None,
-    at: datetime | None = None,
-    event_id: UUID | None = None,
-) -> Row:
+def prepare(event: OutboxEvent, *, max_bytes: int) -> Row:
     """Check and encode one event; raises :class:`~eventbus.errors.PublishError` with what to change."""
-    cause = current_event.get()
     return Row(
-        new_event_id() if event_id is None else _event_id(event_id),
-        validate_topic(topic),
-        None if key is None else validate_key(key),
-        encode(payload, max_bytes=max_bytes),
-        None if headers is None and cause is None else _headers(headers, cause),
-        None if delay is None and at is None else _due(delay, at),
+        new_event_id() if event.event_id is None else checked_event_id(event.event_id),
+        validate_topic(event.topic),
+        None if event.key is None else validate_key(event.key),
+        encode(event.payload, max_bytes=max_bytes),
+        _headers(event.headers),
+        str(validate_priority(event.priority)),
+        None if event.delay is None and event.at is None else _due(event.delay, event.at),
     )
 
 
-def _event_id(given: object) -> UUID:
+def checked_event_id(given: object) -> UUID:
+    """``given`` if it is a UUID object; raises :class:`~eventbus.errors.PublishError` otherwise."""
     if not isinstance(given, UUID):
-        raise PublishError(f"event_id is a uuid.UUID, not {type(given).__name__}; leave it out to get a new one")
+        raise PublishError(f"event_id is a uuid.UUID, not {type(given).__name__}")
     return given
 
 
-def _headers(given: Mapping[str, str | None] | None, cause: Event | None) -> str | None:
-    """The headers as JSON. What a handler publishes also says which event caused it, unless the caller did."""
-    headers = validate_headers(given)
-    if cause is not None:
-        named = given or {}
-        if CORRELATION_ID not in named:
-            headers[CORRELATION_ID] = cause.correlation_id
-        if CAUSATION_ID not in named:
-            headers[CAUSATION_ID] = str(cause.event_id)
+def _headers(given: Mapping[str, str | None] | None) -> str | None:
+    """The headers as JSON. What a handler publishes inherits the context of the event that is being handled."""
+    cause = current_event.get()
+    if given is None and cause is None:
+        return None
+    headers = validate_headers(given) if cause is None else with_context(given, cause)
     return orjson.dumps(headers).decode() if headers else None
 
 

@@ -21,6 +21,10 @@ from eventbus.postgres import migrate as steps
 from eventbus.postgres import privileges
 from eventbus.postgres.admin import is_foreign, resume
 from eventbus.postgres.migrate import Migration, migrate, migrations, pending, require_current, script
+from eventbus.postgres.publishing import PublishStatements
+from eventbus.publishing.outbox import Outbox
+from eventbus.publishing.outgoing import OutboxEvent
+from eventbus.settings import load
 from tests.servers import Server
 from tests.waiting import wait_until
 
@@ -392,21 +396,39 @@ def test_a_role_with_the_documented_grants_publishes_and_can_do_nothing_else(
     with psycopg.connect(dsn, autocommit=True) as connection:
         assert privileges.missing(connection, "eventbus", privileges.PUBLISH) == []
         connection.execute(
-            "INSERT INTO eventbus.outbox (event_id, topic, key, payload, headers, size)"
-            " VALUES (gen_random_uuid(), 'orders.created', 'k', '{}', '{}', 2)"
+            "INSERT INTO eventbus.outbox (event_id, topic, key, payload, headers, priority, size)"
+            " VALUES (gen_random_uuid(), 'orders.created', 'k', '{}', '{}', 9, 2)"
         )
-        connection.execute("SELECT eventbus.publish('orders.created', '1')")
-        connection.execute("SELECT eventbus.publish('orders.created', '1', delay => '1 hour')")
+        connection.execute("SELECT eventbus.publish('orders.created', '1', priority => 3)")
+        delayed = "SELECT eventbus.publish('orders.created', '1', delay => '1 hour')"
+        connection.execute(delayed.encode())
+        assert connection.execute(f"SELECT eventbus.cancel(({delayed}))".encode()).fetchone() == (True,)
+        publish_and_cancel(connection)
         for forbidden in (
             "INSERT INTO eventbus.outbox (xid, topic, payload, size) VALUES ('3', 'a', '1', 1)",
+            "INSERT INTO eventbus.scheduled (due_at, created_at, topic, payload) VALUES (now(), now(), 'a', '1')",
             "SELECT payload FROM eventbus.outbox",
-            "DELETE FROM eventbus.scheduled",
+            "SELECT payload FROM eventbus.scheduled",
+            "UPDATE eventbus.scheduled SET due_at = now()",
+            "DELETE FROM eventbus.outbox",
             "CREATE TABLE eventbus.mine ()",
         ):
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 connection.execute(forbidden.encode())
     counts = empty.execute("SELECT (SELECT count(*) FROM eventbus.outbox), (SELECT count(*) FROM eventbus.scheduled)")
-    assert counts.fetchone() == (2, 1)
+    assert counts.fetchone() == (2, 2)
+
+
+def publish_and_cancel(connection: psycopg.Connection) -> None:
+    """The same through the library."""
+    outbox = Outbox(PublishStatements("eventbus"), load({}, environment={}))
+    with connection.transaction():
+        late = outbox.publish_event("orders.created", 1, delay=60, priority=9, conn=connection)
+        outbox.publish_events([OutboxEvent("orders.created", 1, delay=60)], conn=connection)
+        assert outbox.cancel_event(late, conn=connection)
+        connection.execute("SAVEPOINT before")
+        outbox.publish_event("orders.created", 1, conn=connection)
+        connection.execute("ROLLBACK TO before")
 
 
 def consume_one(connection: psycopg.Connection, outcome: str) -> None:
@@ -492,21 +514,22 @@ def test_a_consumer_with_the_rights_to_attach_takes_over_a_restored_database(
         assert not is_foreign(connection, "eventbus")
 
 
-PARTS = [name for right in privileges.CONSUME for *_, name in right.parts("eventbus")]
-
-
+@pytest.mark.parametrize("needs", [privileges.PUBLISH, privileges.CONSUME], ids=["publish", "consume"])
 def test_every_right_that_is_taken_away_is_named_before_anything_starts(
-    empty: psycopg.Connection, empty_dsn: str, new_role: Callable[[], tuple[str, str]]
+    empty: psycopg.Connection,
+    empty_dsn: str,
+    new_role: Callable[[], tuple[str, str]],
+    needs: tuple[privileges.Right, ...],
 ) -> None:
     migrate(empty_dsn, "eventbus")
     role, dsn = new_role()
-    for grant in privileges.grants(privileges.CONSUME, "eventbus", role):
+    for grant in privileges.grants(needs, "eventbus", role):
         empty.execute(grant.encode())
     with psycopg.connect(dsn, autocommit=True) as connection:
-        for right in PARTS:
+        for right in [name for part in needs for *_, name in part.parts("eventbus")]:
             empty.execute(f'REVOKE {right} FROM "{role}"'.encode())
-            assert privileges.missing(connection, "eventbus", privileges.CONSUME) == [right]
+            assert privileges.missing(connection, "eventbus", needs) == [right]
             with pytest.raises(ConfigurationError) as refused:
-                privileges.require(connection, "eventbus", privileges.CONSUME)
+                privileges.require(connection, "eventbus", needs)
             assert f'GRANT {right} TO "{role}"' in str(refused.value)
             empty.execute(f'GRANT {right} TO "{role}"'.encode())

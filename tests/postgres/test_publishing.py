@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
+from enum import IntEnum
 from typing import Any
 
 import psycopg
@@ -214,6 +215,7 @@ class Recorder:
     """A connection and its adapter in one, as another library's adapter would be."""
 
     statements: Sequence[Statement] = ()
+    answer: str | None = None
     open = True
 
     def handles(self, connection: object) -> bool:
@@ -225,6 +227,10 @@ class Recorder:
     def execute(self, connection: object, statements: Sequence[Statement]) -> None:
         self.statements = statements
 
+    def fetch(self, connection: object, statement: Statement) -> str | None:
+        self.statements = [statement]
+        return self.answer
+
 
 def test_another_librarys_connection_gets_the_same_rules_and_only_text(outbox: Outbox) -> None:
     outbox = Outbox(PublishStatements("eventbus"), load({}, environment={}))
@@ -233,11 +239,16 @@ def test_another_librarys_connection_gets_the_same_rules_and_only_text(outbox: O
     outbox.publish_event("a", {"price": Decimal("1.5")}, key="k", delay=5, conn=recorder)
     outbox.publish_event("b", 1, conn=recorder)
     ((sql, parameters),) = recorder.statements
-    assert "$5" in sql
+    assert "$6" in sql
     assert all(value is None or type(value) is str for value in parameters)
+    assert outbox.cancel_event(uuid.uuid4(), conn=recorder) is False
+    recorder.answer = "cancelled"
+    assert outbox.cancel_event(uuid.uuid4(), conn=recorder) is True
     recorder.open = False
     with pytest.raises(NotInTransaction):
         outbox.publish_event("a", 1, conn=recorder)
+    with pytest.raises(NotInTransaction):
+        outbox.cancel_event(uuid.uuid4(), conn=recorder)
 
 
 # Delay
@@ -258,7 +269,7 @@ def test_a_delay_is_exact_to_the_microsecond(delay: float | timedelta, text: str
     recorder = Recorder()
     outbox.connections.register(recorder)
     outbox.publish_event("a", 1, delay=delay, conn=recorder)
-    assert recorder.statements[0].parameters[5] == f'{{"{text} seconds"}}'
+    assert recorder.statements[0].parameters[6] == f'{{"{text} seconds"}}'
 
 
 def test_a_delayed_event_waits_in_its_own_table_for_the_databases_clock(
@@ -294,6 +305,41 @@ def test_an_event_that_is_due_already_or_in_a_hundred_years_is_accepted(
     assert stored(dsn, table="scheduled") == ["a", "b", "c", "d"]
 
 
+def test_a_priority_arrives_by_every_way_of_publishing_and_is_the_lowest_if_nothing_is_said(
+    tx: psycopg.Connection, dsn: str, outbox: Outbox
+) -> None:
+    class Urgency(IntEnum):
+        HIGH = 7
+
+    outbox.publish_event("a", 1, conn=tx)
+    outbox.publish_event("b", 1, priority=9, conn=tx)
+    outbox.publish_event("c", 1, priority=Urgency.HIGH, delay=60, conn=tx)
+    many: list[OutboxEvent | tuple[str, Any]] = [
+        OutboxEvent("d", 1, priority=3),
+        ("e", 1),
+        OutboxEvent("f", 1, priority=1, delay=60),
+    ]
+    outbox.publish_events(many, conn=tx)
+    tx.execute("SELECT eventbus.publish('g', '1', priority => 4)")
+    tx.execute("SELECT eventbus.publish('h', '1', priority => NULL)")
+    tx.execute("SELECT eventbus.publish('i', '1', priority => 5, delay => '1 minute')")
+    tx.commit()
+    assert stored(dsn, "topic, priority") == [("a", 0), ("b", 9), ("d", 3), ("e", 0), ("g", 4), ("h", 0)]
+    assert stored(dsn, "topic, priority", "scheduled") == [("c", 7), ("f", 1), ("i", 5)]
+
+
+async def test_a_priority_arrives_from_an_async_connection_too(dsn: str, outbox: Outbox) -> None:
+    async with async_connection(dsn) as connection:
+        await outbox.apublish_event("a", 1, priority=9, conn=connection)
+        await outbox.apublish_events([OutboxEvent("b", 1, priority=2)], conn=connection)
+    assert stored(dsn, "topic, priority") == [("a", 9), ("b", 2)]
+
+
+def test_a_misspelt_option_is_an_error_instead_of_being_ignored(tx: psycopg.Connection, outbox: Outbox) -> None:
+    with pytest.raises(TypeError, match="prio"):
+        outbox.publish_event("a", 1, prio=9, conn=tx)  # type: ignore[call-arg]
+
+
 def test_delayed_and_immediate_events_of_one_call_go_their_own_ways(
     tx: psycopg.Connection, dsn: str, outbox: Outbox
 ) -> None:
@@ -324,6 +370,13 @@ def test_delayed_and_immediate_events_of_one_call_go_their_own_ways(
         (InvalidPayload, {"payload": {"a": "\ud83d"}}),
         (InvalidPayload, {"payload": b"x"}),
         (PayloadTooLarge, {"payload": "x" * 999}),
+        (PublishError, {"priority": -1}),
+        (PublishError, {"priority": 10}),
+        (PublishError, {"priority": 10**5000}),
+        (PublishError, {"priority": True}),
+        (PublishError, {"priority": 5.0}),
+        (PublishError, {"priority": "5"}),
+        (PublishError, {"priority": None}),
         (PublishError, {"delay": -1}),
         (PublishError, {"delay": timedelta(microseconds=-1)}),
         (PublishError, {"delay": float("nan")}),
@@ -616,7 +669,7 @@ def test_a_publisher_that_may_only_insert_named_columns_can_publish(
     conn: psycopg.Connection, dsn: str, outbox: Outbox
 ) -> None:
     role = f"eventbus_test_{uuid.uuid4().hex[:12]}"
-    columns = "(event_id, topic, key, payload, headers, size)"
+    columns = "(event_id, topic, key, payload, headers, priority, size)"
     conn.execute(f"CREATE ROLE {role}")
     try:
         conn.execute(f"GRANT USAGE ON SCHEMA eventbus TO {role}")
@@ -749,7 +802,7 @@ def cause(headers: str | None) -> Event:
         (
             '{"correlation-id":"request-7","causation-id":"x","tenant":"t"}',
             {"own": "1"},
-            {"own": "1", "correlation-id": "request-7", "causation-id": str(cause(None).event_id)},
+            {"own": "1", "tenant": "t", "correlation-id": "request-7", "causation-id": str(cause(None).event_id)},
         ),
         (
             '{"correlation-id":"request-7"}',

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eventbus.errors import ConfigurationError, InvalidHeaders, InvalidKey, InvalidTopic
+from eventbus.errors import ConfigurationError, InvalidHeaders, InvalidKey, InvalidTopic, PublishError
 from eventbus.topics import (
     compile_pattern,
     matches,
     validate_headers,
     validate_key,
     validate_pattern,
+    validate_priority,
     validate_queue_name,
     validate_topic,
 )
@@ -221,3 +222,14 @@ def test_no_name_or_value_of_a_header_gets_past_the_rules_as_an_unexpected_error
         str(refused).encode()
     else:
         assert accepted == ({} if value is None else {name: value})
+
+
+@pytest.mark.parametrize("priority", [0, 5, 9])
+def test_a_priority_is_one_of_ten(priority: int) -> None:
+    assert validate_priority(priority) == priority
+
+
+@pytest.mark.parametrize("priority", [-1, 10, 10**5000, True, False, 1.0, "1", None], ids=range(8))
+def test_what_is_no_priority_is_refused_with_the_rule(priority: object) -> None:
+    with pytest.raises(PublishError, match=r"0 \(the default\) to 9"):
+        validate_priority(priority)

@@ -1,4 +1,4 @@
--- Publishing: the wake-up of a sleeping relay, and publish() for triggers and other languages.
+-- Publishing: the wake-up of a sleeping relay, and publish() and cancel() for triggers and other languages.
 
 -- Advisory locks are one bigint hashed from the schema's oid, so that neither the application's own locks nor a
 -- second bus in this database collide with ours.
@@ -49,19 +49,21 @@ RETURN pg_catalog.encode(
     'hex')::uuid;
 
 -- Publishes one event in the caller's transaction and returns its id. A delay makes it due that long after now,
--- by the database's clock. Refuses what the Python side refuses: bad topics, keys and headers.
+-- by the database's clock. Refuses what the Python side refuses: bad topics, keys, headers and priorities.
 CREATE FUNCTION {schema}.publish(
     topic text,
     payload json,
     key text DEFAULT NULL,
     headers json DEFAULT NULL,
     delay interval DEFAULT NULL,
-    event_id uuid DEFAULT NULL
+    event_id uuid DEFAULT NULL,
+    priority integer DEFAULT 0
 ) RETURNS uuid
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
 DECLARE
     v_id uuid := coalesce(publish.event_id, {schema}.new_event_id());
     v_size integer := octet_length(publish.payload::text);
+    v_priority integer := coalesce(publish.priority, 0);
 BEGIN
     IF publish.topic IS NULL OR publish.topic !~ '^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*$'
        OR octet_length(publish.topic) > 255 THEN
@@ -74,6 +76,9 @@ BEGIN
     END IF;
     IF publish.key IS NOT NULL AND octet_length(publish.key) NOT BETWEEN 1 AND 512 THEN
         RAISE invalid_parameter_value USING MESSAGE = 'eventbus: a key is 1 to 512 bytes of text';
+    END IF;
+    IF v_priority NOT BETWEEN 0 AND 9 THEN
+        RAISE invalid_parameter_value USING MESSAGE = 'eventbus: a priority is 0 (the default) to 9 (first)';
     END IF;
     IF publish.delay < interval '0' OR publish.delay > interval '36500 days' THEN
         RAISE invalid_parameter_value USING MESSAGE = 'eventbus: a delay is not negative and at most 36500 days';
@@ -91,13 +96,24 @@ BEGIN
         END IF;
     END IF;
     IF publish.delay IS NULL THEN
-        INSERT INTO {schema}.outbox (event_id, topic, key, payload, headers, size)
-        VALUES (v_id, publish.topic, publish.key, publish.payload, publish.headers, v_size);
+        INSERT INTO {schema}.outbox (event_id, topic, key, payload, headers, priority, size)
+        VALUES (v_id, publish.topic, publish.key, publish.payload, publish.headers, v_priority, v_size);
     ELSE
-        INSERT INTO {schema}.scheduled (due_at, event_id, topic, key, payload, headers, size)
+        INSERT INTO {schema}.scheduled (due_at, event_id, topic, key, payload, headers, priority, size)
         VALUES (clock_timestamp() + publish.delay, v_id, publish.topic, publish.key, publish.payload,
-                publish.headers, v_size);
+                publish.headers, v_priority, v_size);
     END IF;
     RETURN v_id;
+END
+$body$;
+
+-- Takes back a delayed event that has not fired, in the caller's transaction; false if there is none. Whoever comes
+-- second, the relay that fires it or the cancel, waits for the first or leaves the row alone: it is one of the two. A
+-- REPEATABLE READ caller whose snapshot is older than the firing gets a serialization failure.
+CREATE FUNCTION {schema}.cancel(event_id uuid) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    DELETE FROM {schema}.scheduled s WHERE s.event_id = cancel.event_id;
+    RETURN FOUND;
 END
 $body$;
