@@ -1,4 +1,4 @@
-"""``eventbus dead-letters`` and ``eventbus retries``."""
+"""``eventbus dead-letters`` and ``eventbus retries``: what is there."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from eventbus.cli.moments import Since, Until, period
 from eventbus.cli.options import Commands, Invocation
-from eventbus.cli.screen import Column, counted, shown
-from eventbus.cli.session import Session, session
+from eventbus.cli.redriving import Error, Queue, Topic, discard, redrive
+from eventbus.cli.screen import Column, shown
+from eventbus.cli.session import session
 
 if TYPE_CHECKING:
-    from eventbus.postgres.dead_letters import Letter, Retrying, Selection
+    from eventbus.postgres.dead_letters import Letter, Retrying
 
-Ids = Annotated[list[int] | None, typer.Argument(metavar="ID…", help="numbers of dead letters")]
-Queue = Annotated[str | None, typer.Option("--queue", metavar="NAME", help="those of this queue")]
-Topic = Annotated[str | None, typer.Option("--topic", metavar="TOPIC", help="those of this topic; may be a pattern")]
-Everything = Annotated[bool, typer.Option("--all", help="all of them", show_default=False)]
 Limit = Annotated[int, typer.Option("--limit", min=1, max=100_000, help="at most so many")]
 
 _LETTERS: Final = (
@@ -47,7 +45,11 @@ def register(app: typer.Typer) -> None:
     letters.add("list", list_letters, "eventbus dead-letters list --topic 'orders.*'")
     letters.add("show", show, "eventbus dead-letters show 17")
     letters.add(
-        "redrive", redrive, "eventbus dead-letters redrive 17 18", "eventbus dead-letters redrive --queue receipts"
+        "redrive",
+        redrive,
+        "eventbus dead-letters redrive 17 18",
+        "eventbus dead-letters redrive --queue receipts --error 'connection refused' --since 2h --dry-run",
+        "eventbus dead-letters redrive --topic 'orders.*' --rate 10",
     )
     letters.add("discard", discard, "eventbus dead-letters discard 17", "eventbus dead-letters discard --all --yes")
     waiting = commands.group("retries", retries, "eventbus retries list")
@@ -66,12 +68,21 @@ def retries(invocation: Invocation) -> None:
         list_retries(invocation)
 
 
-def list_letters(invocation: Invocation, queue: Queue = None, topic: Topic = None, limit: Limit = 50) -> None:
+def list_letters(
+    invocation: Invocation,
+    queue: Queue = None,
+    topic: Topic = None,
+    error: Error = None,
+    since: Since = None,
+    until: Until = None,
+    limit: Limit = 50,
+) -> None:
     """Show dead letters, the newest first."""
     from eventbus.postgres import dead_letters as admin
+    from eventbus.postgres.dead_letters import Selection
 
+    chosen = Selection(None, queue, topic, error, period(since, until))
     with session(invocation) as current:
-        chosen = admin.select(current.connection, current.schema, ids=None, queue=queue, topic=topic)
         found = admin.letters(current.connection, current.schema, chosen, limit=limit)
         total, _ = admin.count(current.connection, current.schema, chosen)
     screen = invocation.screen
@@ -92,58 +103,15 @@ def show(invocation: Invocation, number: Annotated[int, typer.Argument(metavar="
     from eventbus.postgres.admin import NotFound
     from eventbus.postgres.dead_letters import Selection
 
+    chosen = Selection(ids=(number,))
     with session(invocation) as current:
-        found = admin.letters(current.connection, current.schema, Selection(ids=(number,)), limit=1)
+        found = admin.letters(current.connection, current.schema, chosen, limit=1)
     if not found:
         raise NotFound(f"there is no dead letter {number}; eventbus dead-letters list shows them")
     if invocation.screen.as_json:
         invocation.screen.json(_letter_json(found[0]))
     else:
         _show_letter(invocation, found[0])
-
-
-def redrive(
-    invocation: Invocation, ids: Ids = None, queue: Queue = None, topic: Topic = None, everything: Everything = False
-) -> None:
-    """Give dead letters back to their queues, to be tried again from the first attempt.
-
-    It is the same event, with the same id. Each letter is moved in one piece; of two redrives at once each letter is
-    moved by one.
-    """
-    from eventbus.postgres import dead_letters as admin
-
-    with session(invocation) as current:
-        chosen = _chosen(current, ids, queue, topic, everything=everything)
-        total, lost = admin.count(current.connection, current.schema, chosen)
-        with invocation.screen.progress("redriving", total) as progress:
-            moved = admin.redrive(
-                current.connection, current.schema, chosen, progress=lambda step: progress(step, f"{step}")
-            )
-    _report(invocation, "redriven", "back in the queue", moved, chosen, lost)
-
-
-def discard(
-    invocation: Invocation,
-    ids: Ids = None,
-    queue: Queue = None,
-    topic: Topic = None,
-    everything: Everything = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask", show_default=False)] = False,
-) -> None:
-    """Delete dead letters for good."""
-    from eventbus.postgres import dead_letters as admin
-
-    with session(invocation) as current:
-        chosen = _chosen(current, ids, queue, topic, everything=everything)
-        total, _ = admin.count(current.connection, current.schema, chosen)
-        if total and not invocation.screen.confirmed(f"delete {counted(total, 'dead letter')} for good?", yes=yes):
-            invocation.screen.note("nothing was deleted")
-            raise typer.Exit(1)
-        with invocation.screen.progress("discarding", total) as progress:
-            gone = admin.discard(
-                current.connection, current.schema, chosen, progress=lambda step: progress(step, f"{step}")
-            )
-    _report(invocation, "discarded", "deleted", gone, chosen, 0)
 
 
 def list_retries(invocation: Invocation, queue: Queue = None, limit: Limit = 50) -> None:
@@ -159,34 +127,6 @@ def list_retries(invocation: Invocation, queue: Queue = None, limit: Limit = 50)
         screen.table(_RETRIES, [_retry_row(item) for item in found])
     else:
         screen.note("no retries")
-
-
-def _chosen(
-    current: Session, ids: list[int] | None, queue: str | None, topic: str | None, *, everything: bool
-) -> Selection:
-    from eventbus.postgres.dead_letters import select
-
-    if not (ids or queue or topic or everything):
-        raise typer.BadParameter("say which dead letters: ID…, --queue, --topic or --all", param_hint="ID")
-    if ids and everything:
-        raise typer.BadParameter("takes all; leave the ids out", param_hint="--all")
-    return select(current.connection, current.schema, ids=ids or None, queue=queue, topic=topic)
-
-
-def _report(invocation: Invocation, verb: str, outcome: str, moved: list[int], chosen: Selection, lost: int) -> None:
-    """What was done; exit code 1 if something that was asked for was not."""
-    missing = sorted(set(chosen.ids or ()) - set(moved))
-    screen = invocation.screen
-    screen.answer(
-        {verb: moved, "missing": missing, "without_event": lost},
-        f"{counted(len(moved), 'dead letter')} {outcome}" if moved else f"nothing was {verb}",
-    )
-    if missing:
-        screen.note(f"no such dead letter, or not {verb}: {', '.join(map(str, missing))}")
-    if lost:
-        screen.note(f"{counted(lost, 'dead letter')} without its event: stays, and can only be discarded")
-    if missing or lost:
-        raise typer.Exit(1)
 
 
 def _letter_row(item: Letter) -> tuple[str | int | None, ...]:
@@ -216,6 +156,10 @@ def _show_letter(invocation: Invocation, letter: Letter) -> None:
     line = invocation.screen.line
     for name in ("id", "queue", "topic", "event_id", "key", "published_at", "died_at", "attempts", "crashes", "reason"):
         line(f"{name.replace('_', ' '):<13} {shown(getattr(letter, name))}")
+    if letter.redriven_from is not None:
+        line(f"{'redriven from':<13} {letter.redriven_from}")
+    if letter.blocks:
+        line(f"{'blocks':<13} later events of its key wait until it is redriven or discarded")
     for name, text in _texts(letter).items():
         line(f"{name:<13} {'' if text is None else shown(text)}")
     for name in ("first_error", "last_error"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from typing import Any
 from uuid import UUID
 
 import psycopg
@@ -13,6 +14,7 @@ from eventbus.postgres import dead_letters
 from eventbus.postgres.admin import NotFound
 from eventbus.postgres.dead_letters import Letter, Selection
 from eventbus.postgres.explanation import explain
+from eventbus.postgres.pacing import Pace
 from tests.postgres.line import DEAD, RETRY, SCHEMA, Line
 from tests.waiting import wait_until
 
@@ -32,7 +34,7 @@ def letters(line: Line, selection: Selection = ALL) -> list[Letter]:
 
 
 def redrive(line: Line, selection: Selection = ALL, batch: int = 500) -> list[int]:
-    return dead_letters.redrive(line.conn, SCHEMA, selection, batch=batch)
+    return dead_letters.redrive(line.conn, SCHEMA, selection, Pace(batch=batch))
 
 
 def event_ids(line: Line) -> list[UUID]:
@@ -95,7 +97,7 @@ def test_two_redrives_at_once_move_each_letter_once(line: Line, dsn: str) -> Non
     def one(_: int) -> list[int]:
         with psycopg.connect(dsn, autocommit=True) as connection:
             barrier.wait(30)
-            return dead_letters.redrive(connection, SCHEMA, ALL, batch=7)
+            return dead_letters.redrive(connection, SCHEMA, ALL, Pace(batch=7))
 
     with ThreadPoolExecutor(3) as threads:
         moved = sorted(letter for part in threads.map(one, range(3)) for letter in part)
@@ -117,7 +119,7 @@ def test_a_redrive_that_is_killed_leaves_each_letter_in_exactly_one_place(line: 
         raise Killed
 
     with pytest.raises(Killed):
-        dead_letters.redrive(line.conn, SCHEMA, ALL, batch=30, progress=kill)
+        dead_letters.redrive(line.conn, SCHEMA, ALL, Pace(batch=30, progress=kill))
     places = line.conn.execute(
         "SELECT seq FROM eventbus.exceptions UNION ALL SELECT seq FROM eventbus.dead_letters ORDER BY 1"
     ).fetchall()
@@ -133,7 +135,7 @@ def test_what_dies_again_during_a_redrive_of_everything_does_not_keep_it_going(l
         for held in line.claim_due("ledger"):
             assert line.settle_exception(held, **DEAD)
 
-    assert len(dead_letters.redrive(line.conn, SCHEMA, ALL, batch=2, progress=fail_again)) == 4
+    assert len(dead_letters.redrive(line.conn, SCHEMA, ALL, Pace(batch=2, progress=fail_again))) == 4
     assert len(letters(line)) == 4
 
 
@@ -186,10 +188,8 @@ def test_a_selection_takes_what_fits_all_its_parts_and_nothing_else(line: Line) 
     for queue, count in (("ledger", 2), ("audit", 3)):
         assert line.settle(line.claim(queue), **{f"s{seq}": DEAD for seq in range(1, count + 1)})
 
-    def chosen(
-        ids: list[int] | None = None, queue: str | None = None, topic: str | None = None
-    ) -> set[tuple[str, str | None]]:
-        selection = dead_letters.select(line.conn, SCHEMA, ids=ids, queue=queue, topic=topic)
+    def chosen(**parts: Any) -> set[tuple[str, str | None]]:
+        selection = Selection(**parts)
         found = letters(line, selection)
         assert dead_letters.count(line.conn, SCHEMA, selection)[0] == len(found)
         return {(letter.queue, letter.topic) for letter in found}
@@ -197,23 +197,23 @@ def test_a_selection_takes_what_fits_all_its_parts_and_nothing_else(line: Line) 
     assert chosen(queue="ledger") == {("ledger", "orders.created"), ("ledger", "orders.paid")}
     assert chosen(topic="orders.paid") == {("ledger", "orders.paid"), ("audit", "orders.paid")}
     assert chosen(queue="audit", topic="orders.*") == {("audit", "orders.created"), ("audit", "orders.paid")}
-    assert chosen(ids=[1, 999]) == {("ledger", "orders.created")}
+    assert chosen(ids=(1, 999)) == {("ledger", "orders.created")}
     assert len(chosen()) == 5
-    selection = dead_letters.select(line.conn, SCHEMA, ids=None, queue="audit", topic="orders.paid")
+    selection = Selection(queue="audit", topic="orders.paid")
     assert len(redrive(line, selection)) == 1
-    assert len(dead_letters.discard(line.conn, SCHEMA, Selection(queue=line.numbers["audit"]))) == 2
+    assert len(dead_letters.discard(line.conn, SCHEMA, Selection(queue="audit"))) == 2
     assert chosen() == {("ledger", "orders.created"), ("ledger", "orders.paid")}
 
 
 def test_an_unknown_topic_is_answered_with_the_topics_that_there_are(line: Line) -> None:
     line.kill("ledger", 1)
     with pytest.raises(NotFound, match=r"no topic matches 'order\.\*'; known topics: orders.created"):
-        dead_letters.select(line.conn, SCHEMA, ids=None, queue=None, topic="order.*")
+        letters(line, Selection(topic="order.*"))
 
 
 def test_a_discarded_letter_is_gone_and_nothing_is_handled(line: Line) -> None:
     ids = line.kill("ledger", 5)
-    assert dead_letters.discard(line.conn, SCHEMA, Selection(ids=tuple(ids[:2])), batch=1) == ids[:2]
+    assert dead_letters.discard(line.conn, SCHEMA, Selection(ids=tuple(ids[:2])), Pace(batch=1)) == ids[:2]
     assert sorted(letter.id for letter in letters(line)) == ids[2:]
     assert line.claim_due("ledger") == []
 
