@@ -10,7 +10,17 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final
 
-GROUPS: Final = ("migrating", "publishing", "scheduled", "consuming", "queues", "dead_letters", "replaying", "looking", "demo")
+GROUPS: Final = (
+    "migrating",
+    "publishing",
+    "scheduled",
+    "consuming",
+    "queues",
+    "dead_letters",
+    "replaying",
+    "looking",
+    "demo",
+)
 """The modules whose ``register(app)`` adds their commands, in the order in which ``--help`` shows them."""
 
 
