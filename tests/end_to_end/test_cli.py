@@ -153,6 +153,8 @@ COMMANDS = (
     ("dead-letters", "discard"),
     ("retries",),
     ("retries", "list"),
+    ("scheduled", "list"),
+    ("scheduled", "cancel"),
     ("explain",),
     ("topics",),
     ("resume",),
@@ -350,12 +352,12 @@ def test_an_event_arrives_as_it_was_typed(on: Run, conn: psycopg.Connection) -> 
     event_id = str(uuid.uuid4())
     said = on(
         "publish", "orders.created", '{"n": 12345678901234567890, "t": "é ☃", "f": 0.1}', "--key", "k 1",
-        "--header", "tenant=acme=x", "--header", "trace=", "--event-id", event_id,
+        "--header", "tenant=acme=x", "--header", "trace=", "--event-id", event_id, "--priority", 7,
     )  # fmt: skip
     assert (said.code, said.out) == (0, event_id + "\n")
-    row = conn.execute("SELECT event_id::text, topic, key, payload, headers FROM eventbus.outbox").fetchone()
+    row = conn.execute("SELECT event_id::text, topic, key, payload, headers, priority FROM eventbus.outbox").fetchone()
     payload = {"n": 12345678901234567890, "t": "é ☃", "f": 0.1}
-    assert row == (event_id, "orders.created", "k 1", payload, {"tenant": "acme=x", "trace": ""})
+    assert row == (event_id, "orders.created", "k 1", payload, {"tenant": "acme=x", "trace": ""}, 7)
 
 
 def test_a_delayed_event_is_due_when_it_was_said(on: Run, conn: psycopg.Connection) -> None:
@@ -381,6 +383,10 @@ def test_a_delayed_event_is_due_when_it_was_said(on: Run, conn: psycopg.Connecti
         (("a", "1", "--key", ""), ("key",)),
         (("a", "1", "--header", "tenant"), ("tenant", "NAME=VALUE")),
         (("a", "1", "--header", "Tenant=x"), ("Tenant", "tenant")),
+        (("a", "1", "--header", "x=1", "--header", "y=1", "--header", "x=1"), ("'x'", "twice")),
+        (("a", "1", "--priority", "10"), ("--priority", "9")),
+        (("a", "1", "--priority", "high"), ("--priority",)),
+        (("--priority", "0", "--file", "x"), ("--priority", "--file")),
         (("a", "1", "--delay", "soon"), ("soon", "15m")),
         (("a", "1", "--at", "2040-01-31T09:00:00"), ("offset",)),
         (("a", "1", "--delay", "1s", "--at", "2040-01-31T09:00:00Z"), ("delay and at",)),
@@ -399,13 +405,14 @@ def test_what_cannot_be_published_is_refused_with_what_to_change(
 def test_a_file_is_published_in_order_in_transactions_of_the_size_that_was_asked_for(
     on: Run, conn: psycopg.Connection, tmp_path: Path
 ) -> None:
-    lines = [json.dumps({"topic": "t", "payload": n, "key": f"k{n}", "headers": {"n": str(n)}}) for n in range(10)]
+    lines = [json.dumps({"topic": "t", "payload": n, "key": f"k{n}", "headers": {"n": str(n)}, "priority": n})
+             for n in range(10)]  # fmt: skip
     (tmp_path / "events.ndjson").write_bytes(("\ufeff" + "\r\n\r\n".join(lines)).encode())
     said = on("publish", "--file", "events.ndjson", "--batch", 4)
     assert (said.code, said.out) == (0, "published 10 events in 3 transactions\n")
-    rows = conn.execute("SELECT payload, key, headers->>'n', xid FROM eventbus.outbox ORDER BY id").fetchall()
-    assert [row[:3] for row in rows] == [(n, f"k{n}", str(n)) for n in range(10)]
-    assert [len([row for row in rows if row[3] == xid]) for xid in dict.fromkeys(row[3] for row in rows)] == [4, 4, 2]
+    rows = conn.execute("SELECT payload, key, headers->>'n', priority, xid FROM eventbus.outbox ORDER BY id").fetchall()
+    assert [row[:4] for row in rows] == [(n, f"k{n}", str(n), n) for n in range(10)]
+    assert [len([row for row in rows if row[4] == xid]) for xid in dict.fromkeys(row[4] for row in rows)] == [4, 4, 2]
 
 
 def test_standard_input_may_be_payloads_of_one_topic(on: Run, conn: psycopg.Connection) -> None:
@@ -423,6 +430,8 @@ BAD_LINES = {
     "bad key": '{"topic": "a", "key": 7}',
     "bad id": '{"topic": "a", "event_id": "7"}',
     "bad delay": '{"topic": "a", "delay": "soon"}',
+    "bad priority": '{"topic": "a", "priority": 10}',
+    "priority as text": '{"topic": "a", "priority": "5"}',
     "bad moment": '{"topic": "a", "at": "tomorrow"}',
     "inexact": '{"topic": "a", "payload": 0.1234567890123456789012}',
 }
@@ -628,6 +637,53 @@ def test_a_server_that_refuses_the_connection_is_not_waited_for(
     worker = process("consume", "stall", dsn=nowhere)
     out, err = worker.communicate(timeout=60)
     Result(worker.returncode, out, err).refused(1, "does not exist")
+
+
+def test_delayed_events_are_listed_in_the_order_in_which_they_fire(on: Run) -> None:
+    assert on("scheduled", "list").err == "no delayed events\n"
+    late = on("publish", "orders.reminder", "1", "--at", "9999-12-31T23:59:59Z").out.strip()
+    soon = on("publish", "orders.reminder", "1", "--delay", "2h", "--key", "k", "--priority", "9").out.strip()
+    other = on("publish", "mails.due", "1", "--delay", "1d").out.strip()
+    assert [row["event_id"] for row in on("scheduled", "list", "--json").json] == [soon, other, late]
+    [first, second] = on("scheduled", "list", "--topic", "orders.*", "--json").json
+    assert (first["event_id"], first["key"], first["priority"], first["size"]) == (soon, "k", 9, 1)
+    assert 7190 < first["due_in"] <= 7200
+    assert (second["event_id"], second["due_at"]) == (late, "9999-12-31T23:59:59.000000Z")
+    said = on("scheduled", "--json")
+    assert len(said.json) == 3
+    table = on("scheduled", "list", "--limit", "1")
+    header, row = (text.split("\t") for text in table.out.splitlines())
+    assert header == ["event", "topic", "due", "at", "key", "priority"]
+    assert (row[0], row[1], row[4:]) == (soon, "orders.reminder", ["k", "9"])
+    assert "there are more" in table.err
+    on("scheduled", "list", "--topic", "nothing.#").refused(1, "nothing.#", "mails.due", "orders.reminder")
+    on("scheduled", "list", "--topic", "a..b").refused(2, "a..b")
+
+
+def test_delayed_events_are_taken_back_and_what_is_not_there_is_an_exit_code(on: Run, conn: psycopg.Connection) -> None:
+    ids = [on("publish", "a", "1", "--delay", "2h").out.strip() for _ in range(3)]
+    unknown = str(uuid.uuid4())
+    assert (on("scheduled", "cancel", ids[0]).code, on("scheduled", "cancel", ids[0]).code) == (0, 1)
+    said = on("scheduled", "cancel", ids[1], unknown, ids[1].upper(), "--json")
+    assert (said.code, said.json) == (1, {"cancelled": [ids[1]], "missing": [unknown]})
+    assert unknown in said.err
+    on("scheduled", "cancel", ids[2], "17").refused(2, "'17'")
+    on("scheduled", "cancel").refused(2, "EVENT_ID")
+    assert [str(one) for (one,) in conn.execute("SELECT event_id FROM eventbus.scheduled")] == [ids[2]]
+    assert on("scheduled", "cancel", ids[2]).out == "1 event cancelled\n"
+    assert on("explain", ids[2]).code == 1
+
+
+def test_a_publisher_can_take_back_with_its_own_rights_or_is_told_the_grant(
+    bus: Run, conn: psycopg.Connection, new_role: Callable[..., tuple[str, str]]
+) -> None:
+    role, as_role = new_role(privileges.PUBLISH)
+    event_id = bus("publish", "a", "1", "--delay", "1h", "--dsn", as_role).out.strip()
+    conn.execute(f'REVOKE DELETE ON eventbus.scheduled FROM "{role}"'.encode())
+    refused = f'GRANT DELETE ON TABLE "eventbus".scheduled TO "{role}"'
+    bus("scheduled", "cancel", event_id, "--dsn", as_role).refused(2, refused)
+    conn.execute(f'GRANT DELETE ON eventbus.scheduled TO "{role}"'.encode())
+    assert bus("scheduled", "cancel", event_id, "--dsn", as_role).code == 0
 
 
 def test_a_publisher_without_a_right_is_told_the_grant(
