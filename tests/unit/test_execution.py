@@ -6,19 +6,22 @@ import asyncio
 import concurrent.futures
 import inspect
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
+import psycopg
 import pydantic
 import pytest
 
+from eventbus.consuming.boundary import Results
 from eventbus.consuming.execution import MISSING, Execution, Unfinished
 from eventbus.consuming.subscriptions import Subscriptions
 from eventbus.event import Event
 from eventbus.retry import RetryPolicy
-from eventbus.transport import DONE, RELEASED, DeadLetter, Delivery, Discard, Lease, Retry, Verdict
+from eventbus.transport import DONE, RELEASED, DeadLetter, Delivery, Discard, Done, Lease, Retry, Verdict
 
 
 class Order(pydantic.BaseModel):
@@ -272,3 +275,162 @@ async def test_logging_that_fails_costs_no_verdict(handler: Callable[..., Any]) 
     finally:
         logger.removeFilter(broken)
         logger.setLevel(level)
+
+
+def twin(state: Any) -> Delivery:
+    """A delivery of an event of which there is another one in the queue."""
+    made = delivery()
+    made.twin = state
+    return made
+
+
+@pytest.mark.parametrize("limit", [None, 5.0])
+@pytest.mark.parametrize("kind", ["plain", "async"])
+async def test_an_execution_that_is_completed_or_under_way_elsewhere_is_not_repeated(
+    kind: str, limit: float | None
+) -> None:
+    called: list[Event] = []
+
+    def plain(event: Event) -> None:
+        called.append(event)
+
+    async def on_the_loop(event: Event) -> None:
+        called.append(event)
+
+    subscriptions = Subscriptions()
+    handler: Callable[..., Any] = plain if kind == "plain" else on_the_loop
+    subscriptions.subscribe("#", name="tests", idempotent=True, timeout=limit)(handler)
+    completed: list[Delivery] = []
+    made = Execution(next(iter(subscriptions)), lambda: 0.5, completed=completed.__contains__)
+
+    async def run(given: Delivery) -> Verdict | Unfinished:
+        return made.handle_blocking(given) if kind == "plain" else await made.handle(given)
+
+    assert await run(twin("completed")) == DONE
+    pending = twin("pending")
+    assert await run(pending) == Verdict("deferred", delay=1.0)
+    completed.append(pending)
+    assert await run(pending) == DONE
+    assert called == []
+    mine = delivery()
+    assert await run(mine) == DONE
+    assert called == [mine.event]
+
+
+async def test_a_queue_that_records_nothing_runs_every_delivery_without_a_look_at_others() -> None:
+    called: list[Event] = []
+    made = execution(called.append)
+    assert made.handle_blocking(twin("completed")) == DONE
+    assert len(called) == 1
+
+
+class Transaction:
+    """A boundary that says what it has done."""
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+
+    async def run(self, deliveries: Sequence[Delivery], attempt: Callable[[Any], Awaitable[Results]]) -> Results:
+        results: Results = [Retry()]
+        try:
+            results = await attempt(self)
+        finally:
+            self._end(results)
+        return results
+
+    def run_blocking(self, deliveries: Sequence[Delivery], attempt: Callable[[Any], Results]) -> Results:
+        results: Results = [Retry()]
+        try:
+            results = attempt(self)
+        finally:
+            self._end(results)
+        return results
+
+    def _end(self, results: Results) -> None:
+        done = all(isinstance(result, Done | Discard) for result in results)
+        self.ends.append("commit" if done else "rollback")
+
+
+async def in_transaction(handler: Callable[..., Any], **options: Any) -> tuple[Verdict, list[str]]:
+    subscriptions = Subscriptions()
+    subscriptions.subscribe("#", name="tests", transactional=True, **options)(handler)
+    boundary = Transaction()
+    made = Execution(next(iter(subscriptions)), lambda: 0.5, boundary=boundary)
+    if made.subscription.handler.is_async:
+        return await made.handle(delivery()), boundary.ends
+    came = await asyncio.to_thread(made.handle_blocking, delivery())
+    assert isinstance(came, Verdict)
+    return came, boundary.ends
+
+
+@pytest.mark.parametrize(
+    ("result", "outcome", "end"),
+    [(None, "done", "commit"), (Discard(), "done", "commit"), (Retry(), "retry", "rollback"),
+     (DeadLetter(), "dead", "rollback"), (ValueError("no"), "retry", "rollback")],
+)  # fmt: skip
+async def test_a_transactional_handler_runs_inside_its_transaction(result: Any, outcome: str, end: str) -> None:
+    for handler in both(result):
+        verdict, ends = await in_transaction(handler)
+        assert (verdict.outcome, ends) == (outcome, [end])
+
+
+async def test_a_transactional_handler_that_takes_too_long_is_rolled_back() -> None:
+    async def handle(event: Event) -> None:
+        await asyncio.Event().wait()
+
+    verdict, ends = await in_transaction(handle, timeout=0.01)
+    assert (verdict.outcome, ends) == ("retry", ["rollback"])
+
+
+async def test_a_transactional_handler_gets_the_connection_it_asks_for() -> None:
+    seen: list[Any] = []
+
+    async def on_the_loop(event: Event, connection: psycopg.AsyncConnection) -> None:
+        seen.append(connection)
+
+    def plain(connection: psycopg.Connection, event: Event) -> None:
+        seen.append(connection)
+
+    for handler in (on_the_loop, plain):
+        assert (await in_transaction(handler))[0] == DONE
+    assert [type(connection) for connection in seen] == [Transaction, Transaction]
+
+
+async def test_work_that_would_outlive_its_transaction_is_refused() -> None:
+    def handle(event: Event) -> Any:
+        return asyncio.sleep(0)
+
+    verdict, ends = await in_transaction(handle)
+    assert (verdict.outcome, ends) == ("retry", ["rollback"])
+    assert verdict.error is not None
+    assert "make the handler async def" in verdict.error["message"]
+
+
+async def test_a_stop_commits_nothing_that_it_cut_short() -> None:
+    subscriptions = Subscriptions()
+    subscriptions.subscribe("#", name="tests", transactional=True)(swallows_its_cancellation)
+    boundary = Transaction()
+    made = Execution(next(iter(subscriptions)), lambda: 0.5, boundary=boundary)
+    running = asyncio.create_task(made.handle(delivery()))
+    await asyncio.sleep(0)
+    made.aborting = True
+    running.cancel()
+    assert await running == RELEASED
+    assert boundary.ends == ["rollback"]
+
+
+async def test_a_plain_handler_that_takes_longer_than_its_timeout_has_failed_whatever_it_returns() -> None:
+    def handle(event: Event) -> None:
+        threading.Event().wait(0.02)
+
+    async def slow() -> None:
+        await asyncio.Event().wait()
+
+    def returns_slow_work(event: Event) -> Any:
+        return slow()
+
+    for handler in (handle, returns_slow_work):
+        found = await verdict(handler, timeout=0.01)
+        assert found.error is not None
+        assert (found.outcome, found.error["type"]) == ("retry", "TimeoutError")
+        assert "took longer than its timeout of 0.01 s" in found.error["message"]

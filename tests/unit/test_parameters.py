@@ -193,3 +193,42 @@ def test_a_transactional_handler_gets_the_connection_of_its_kind() -> None:
     assert "'conn' has the wrong type of connection" in refusal(mixed_connection, plain)
     assert "'first' and 'second' would all get the connection" in refusal(two_connections, plain)
     assert "no parameter for the event" in refusal(no_event, plain)
+
+
+def several(events: list[Event]) -> None: ...
+def several_orders(events: typing.Sequence[Event], *, orders: list[Order]) -> None: ...
+def several_maybe(orders: list[Order | None] | None) -> None: ...
+def several_with_connection(payloads: list[dict[str, Any]], conn: psycopg.Connection) -> None: ...
+def bare_list(orders: list) -> None: ...  # type: ignore[type-arg]
+def tuples(orders: tuple[Order, ...]) -> None: ...
+def list_of_either(orders: list[Order | Event]) -> None: ...
+def two_lists(orders: list[Order], payloads: list[dict[str, Any]]) -> None: ...
+
+
+def test_a_handler_of_batches_gets_lists() -> None:
+    batch = Terms(batch=True, transactional=True)
+    assert filled(several, batch) == ["event"]
+    assert filled(several_orders, batch) == ["event", "orders=payload"]
+    assert filled(several_maybe, batch) == ["payload"]
+    assert filled(several_with_connection, batch) == ["payload", "connection"]
+    assert filled(unannotated, batch) == ["event"]
+    assert filled(variadic, batch) == ["event"]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (takes_event, "'event' must take several events because of batch=…: annotate it as list[Event]"),
+        (takes_order, "'order' must take several events because of batch="),
+        (bare_list, "'orders' must take several events because of batch="),
+        (tuples, "'orders' must take several events because of batch="),
+        (list_of_either, "'orders' mixes Event with a payload type"),
+        (two_lists, "'orders' and 'payloads' would all get the payload"),
+    ],
+)
+def test_a_handler_that_cannot_take_a_batch_is_refused_at_decoration(function: Callable[..., Any], said: str) -> None:
+    assert said in refusal(function, Terms(batch=True))
+
+
+def test_a_list_of_events_without_batch_is_refused_with_what_to_add() -> None:
+    assert "'events' asks for several events, which needs batch=" in refusal(several)

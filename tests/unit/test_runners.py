@@ -6,69 +6,16 @@ import asyncio
 import contextvars
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
+from collections.abc import Iterable
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
-from eventbus.consuming.execution import Execution
-from eventbus.consuming.runners import Runner, TaskRunner, ThreadRunner
-from eventbus.consuming.subscriptions import Subscriptions
+from eventbus.consuming.runners import Runner
 from eventbus.event import Event, current_event
-from eventbus.retry import RetryPolicy
-from eventbus.transport import DONE, RELEASED, Delivery, Lease, Verdict
+from eventbus.transport import DONE, RELEASED
+from tests.unit.offered import Finished, deliveries, runner, until
 from tests.waiting import wait_until
-
-
-class Finished:
-    """Collects verdicts and tells when there are enough of them."""
-
-    def __init__(self) -> None:
-        self.verdicts: list[tuple[int, Verdict]] = []
-        self._news = asyncio.Event()
-
-    def __call__(self, delivery: Delivery, verdict: Verdict) -> None:
-        self.verdicts.append((delivery.seq, verdict))
-        self._news.set()
-
-    @property
-    def outcomes(self) -> list[tuple[int, str]]:
-        """Sequence numbers with what became of them, in the order of finishing."""
-        return [(seq, verdict.outcome) for seq, verdict in self.verdicts]
-
-    async def wait_for(self, count: int) -> None:
-        """Wait until so many are finished."""
-        async with asyncio.timeout(10):
-            while len(self.verdicts) < count:
-                self._news.clear()
-                await self._news.wait()
-
-
-def runner(handler: Callable[..., Any], slots: int, finish: Finished) -> Runner:
-    """Slots of the kind that this handler needs."""
-    subscriptions = Subscriptions()
-    subscriptions.subscribe("#", name="tests", retry=RetryPolicy(jitter=False))(handler)
-    [subscription] = subscriptions
-    execution = Execution(subscription, lambda: 0.5)
-    if subscription.handler.is_async:
-        return TaskRunner(execution, slots, finish)
-    return ThreadRunner(execution, slots, finish, "tests")
-
-
-def deliveries(count: int) -> list[Delivery]:
-    """Deliveries 1, 2, 3 … of one claim."""
-    lease = Lease(1, uuid4(), 0.0, claim_id=1, lo=1, hi=count, unfinished=count)
-    return [Delivery(event(number), lease, number) for number in range(1, count + 1)]
-
-
-def event(number: int) -> Event:
-    """An event whose payload is its number."""
-    return Event(
-        event_id=str(uuid4()), topic="a", payload=str(number), headers=None, key=None,
-        published_at=datetime.now(UTC), queue="tests",
-    )  # fmt: skip
 
 
 class Gate:
@@ -105,11 +52,6 @@ class Gate:
 
 
 KINDS = ["on_the_loop", "in_a_thread"]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop and the threads run until something holds."""
-    await asyncio.to_thread(wait_until, condition)
 
 
 @pytest.mark.parametrize("kind", KINDS)
