@@ -66,6 +66,9 @@ CONSUME: Final = (
     Right("scheduled", ("SELECT", "UPDATE", "DELETE")),
     Right("ticks", ("SELECT", "INSERT")),
     Right("queues", ("SELECT", "INSERT")),
+    Right("queues", ("UPDATE",), ("state", "tracking", "when_exhausted")),
+    Right("layouts", ("SELECT", "INSERT", "DELETE")),
+    Right("fillings", ("SELECT", "INSERT", "UPDATE", "DELETE")),
     Right("bindings", ("SELECT", "INSERT", "DELETE")),
     Right("topics", ("SELECT", "INSERT", "UPDATE")),
     Right("routes", ("SELECT", "INSERT", "DELETE")),
@@ -75,17 +78,21 @@ CONSUME: Final = (
     Right("progress", ("SELECT", "INSERT")),
     Right("settlements", ("SELECT", "INSERT")),
     Right("exceptions", ("SELECT", "INSERT", "UPDATE", "DELETE")),
+    Right("processed_events", ("SELECT", "INSERT")),
+    Right("processed_events", ("UPDATE",), ("owner", "completed_at")),
     Right("dead_letters", ("SELECT", "INSERT")),
+    Right("dead_letters", ("UPDATE",), ("lane", "blocks")),
     Right("outbox_id_seq", ("SELECT",), sequence=True),
     Right("relay_sleep", ("UPDATE",), sequence=True),
 )
 """For `eventbus consume`, which also runs the relay."""
 
 ATTACH: Final = (
+    Right("replays", ("SELECT",)),
     *(Right(table, ("UPDATE",)) for table in ("outbox", "ticks", "bus")),
     *(
         Right(f"{table}_id_seq", ("SELECT", "UPDATE"), sequence=True)
-        for table in ("outbox", "scheduled", "queues", "topics", "claims", "exceptions", "dead_letters")
+        for table in ("outbox", "scheduled", "queues", "topics", "replays", "claims", "exceptions", "dead_letters")
     ),
 )
 """Beyond those of a consumer: to take over a database that was restored from another one, which owners do."""

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import psycopg
 import pytest
@@ -466,11 +467,10 @@ def consume_one(connection: psycopg.Connection, outcome: str) -> None:
 
 def publish_and_relay_due(connection: psycopg.Connection) -> int:
     connection.execute("SELECT eventbus.fire_due(10, '-infinity')")
-    name = "worker-queue"
-    connection.execute(
-        "SELECT eventbus.declare_queues(%s)", [json.dumps([{"name": name, "patterns": ["orders.*", "x"]}])]
-    )
-    connection.execute("SELECT eventbus.declare_queues(%s)", [json.dumps([{"name": name, "patterns": ["orders.*"]}])])
+    first: dict[str, Any] = {"name": "worker-queue", "patterns": ["orders.*", "x"], "kind": "ordered"}
+    second = {"name": "worker-queue", "patterns": ["orders.*"], "tracking": "idempotent", "when_exhausted": "skip"}
+    for queue in (first, first | {"kind": "plain"}, second):
+        connection.execute("SELECT eventbus.declare_queues(%s)", [json.dumps([queue])])
     connection.execute(
         "SELECT eventbus.resolve_topics(b.bindings_version, json_build_object('orders.created',"
         " json_build_array(q.id))) FROM eventbus.bus b, eventbus.queues q"
