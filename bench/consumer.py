@@ -9,7 +9,8 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from bench.children import READY
 from bench.line import PATTERN, QUEUE
@@ -18,13 +19,24 @@ from eventbus import Event, EventBus
 from eventbus.runtime.worker import Worker
 from eventbus.settings import load
 
+KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "plain": {},
+    "idempotent": {"idempotent": True},
+    "ordered": {"ordered": True},
+    "prioritized": {"priorities": 3},
+    "batch": {"batch": 100},
+    "transactional": {"transactional": True},
+    "transactional-batch": {"transactional": True, "batch": 100},
+}
+"""Options of ``subscribe`` by the name of what they promise."""
+
 
 def main() -> None:
     """Consume as the arguments say."""
     arguments = _arguments()
     bus = EventBus(load({"dsn": arguments.dsn}))
     if arguments.events:
-        asyncio.run(_drain(bus, arguments.events, plain=arguments.plain))
+        asyncio.run(_drain(bus, arguments.events, KINDS[arguments.kind], plain=arguments.plain))
     else:
         asyncio.run(_serve(bus))
 
@@ -34,10 +46,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dsn", required=True)
     parser.add_argument("--events", type=int, default=0, help="stop after so many; 0: serve until SIGTERM")
     parser.add_argument("--plain", action="store_true", help="a plain handler instead of an async one")
+    parser.add_argument("--kind", choices=list(KINDS), default="plain", help="what the handler is promised")
     return parser.parse_args()
 
 
-async def _drain(bus: EventBus, events: int, *, plain: bool) -> None:
+async def _drain(bus: EventBus, events: int, options: Mapping[str, Any], *, plain: bool) -> None:
     loop = asyncio.get_running_loop()
     handled = asyncio.Event()
 
@@ -45,7 +58,7 @@ async def _drain(bus: EventBus, events: int, *, plain: bool) -> None:
         loop.call_soon_threadsafe(handled.set)
 
     meter = Meter(events, finished)
-    bus.subscribe(PATTERN, name=QUEUE)(_plain_handler(meter) if plain else _async_handler(meter))
+    bus.subscribe(PATTERN, name=QUEUE, **options)(_handler(meter, options, plain=plain))
     worker = bus.worker()
     running = asyncio.create_task(worker.run())
     await _say_ready(worker, running)
@@ -55,6 +68,22 @@ async def _drain(bus: EventBus, events: int, *, plain: bool) -> None:
     if await running:
         raise SystemExit(1)
     print(json.dumps(meter.result(events)))  # everything is settled: a graceful stop waits for that
+
+
+def _handler(meter: Meter, options: Mapping[str, Any], *, plain: bool) -> Callable[..., object]:
+    if plain:
+        return _plain_handler(meter)
+    return _batch_handler(meter) if "batch" in options else _async_handler(meter)
+
+
+def _batch_handler(meter: Meter) -> Callable[..., object]:
+    count = meter.count
+
+    async def handle(events: list[Event]) -> None:
+        for _ in events:
+            count()
+
+    return handle
 
 
 def _async_handler(meter: Meter) -> Callable[..., object]:

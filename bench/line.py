@@ -40,24 +40,31 @@ def run(
     return cursor.fetchall() if cursor.description else []
 
 
-def declare(connection: psycopg.Connection[Any]) -> None:
-    """Create the queue and resolve the topic, so that the relay can feed it before a worker was there."""
+def declare(connection: psycopg.Connection[Any], **fields: object) -> None:
+    """Create the queue and resolve the topic, so that the relay can feed it before a worker was there.
+
+    ``fields`` are those of the engine's ``declare_queues``.
+    """
     [(_, queue_id)] = run(
         connection,
         "SELECT name, id FROM {s}.declare_queues(%s::json)",
-        (json.dumps([{"name": QUEUE, "patterns": [PATTERN]}]),),
+        (json.dumps([{"name": QUEUE, "patterns": [PATTERN], **fields}]),),
     )
     [(version,)] = run(connection, "SELECT bindings_version FROM {s}.bus")
     run(connection, "SELECT {s}.resolve_topics(%s, %s::json)", (version, json.dumps({TOPIC: [queue_id]})))
 
 
-def fill(connection: psycopg.Connection[Any], events: int) -> None:
-    """Publish events of 250 bytes, in transactions of 10,000; then a checkpoint, so that none disturbs what follows."""
+def fill(connection: psycopg.Connection[Any], events: int, keys: int = 0) -> None:
+    """Publish events of 250 bytes, in transactions of 10,000; then a checkpoint, so that none disturbs what follows.
+
+    With ``keys``, they have so many different keys in turn; without, none.
+    """
+    key = f"'key-' || mod(i, {keys})" if keys else "NULL"
     for first in range(1, events + 1, 10_000):
         run(
             connection,
-            "INSERT INTO {s}.outbox (event_id, topic, payload, size)"
-            f" SELECT {{s}}.new_event_id(), '{TOPIC}', ({PAYLOAD_SQL})::json, {PAYLOAD_BYTES}"
+            "INSERT INTO {s}.outbox (event_id, topic, key, payload, size)"
+            f" SELECT {{s}}.new_event_id(), '{TOPIC}', {key}, ({PAYLOAD_SQL})::json, {PAYLOAD_BYTES}"
             " FROM generate_series(%s::bigint, %s::bigint) AS i ORDER BY i",
             (first, min(first + 9_999, events)),
         )

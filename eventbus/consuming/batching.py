@@ -129,6 +129,9 @@ class BatchTaskRunner(TaskRunner):
         self._collector.add(deliveries)
         self._fill()
 
+    def resume(self, delivery: Delivery) -> None:
+        self.offer((delivery,))
+
     def _fill(self) -> None:
         self._open(self._collector.ready())
 

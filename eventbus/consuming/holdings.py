@@ -29,8 +29,12 @@ class Holdings:
         self.settled = asyncio.Event()
 
     def take(self, deliveries: Iterable[Delivery]) -> None:
-        """Remember the leases of these deliveries."""
-        for lease in {each.lease for delivery in deliveries for each in chain(delivery)}:
+        """Remember the leases of these deliveries, and of those that follow them."""
+        leases = {delivery.lease for delivery in deliveries}
+        for delivery in deliveries:
+            if delivery.following is not None and delivery.lease.exception_id:
+                leases.update(each.lease for each in chain(delivery))
+        for lease in leases:
             self.leases.add(lease)
             self.bytes += lease.size
 

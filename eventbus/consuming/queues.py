@@ -62,17 +62,27 @@ class QueueState:
 
     def offer(self, deliveries: Iterable[Delivery]) -> None:
         """Run these, and after each what follows it in its key."""
+        claims = set()
         for delivery in deliveries:
-            if delivery.lease.ordered:
-                delivery.lease.offered[delivery.seq] = delivery
+            lease = delivery.lease
+            if not lease.ordered:
+                continue
+            if not lease.claim_id:
                 self.behind += sum(1 for _ in chain(delivery)) - 1
+                continue
+            lease.offered[delivery.seq] = delivery
+            self.behind -= 1
+            if lease not in claims:
+                claims.add(lease)
+                self.behind += lease.unfinished
         self.runner.offer(deliveries)
 
     def follow(self, delivery: Delivery) -> None:
         """The one before it in its key is done."""
         self.behind -= 1
-        delivery.lease.offered[delivery.seq] = delivery
-        self.runner.offer((delivery,))
+        if delivery.lease.claim_id:
+            delivery.lease.offered[delivery.seq] = delivery
+        self.runner.resume(delivery)
 
     def cut(self, delivery: Delivery) -> list[Delivery]:
         """Take what follows a delivery out of the way; it does not start here."""

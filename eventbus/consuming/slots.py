@@ -25,6 +25,9 @@ class Runner(Protocol):
     def offer(self, deliveries: Iterable[Delivery]) -> None:
         """Run these when slots are free, in this order. On the event loop only."""
 
+    def resume(self, delivery: Delivery) -> None:
+        """Run this, too; called from within ``finish``, whose slot is free now."""
+
     def withdraw(self) -> list[Delivery]:
         """Take back all that have not started."""
 

@@ -31,6 +31,8 @@ class TaskRunner:
 
     def __init__(self, execution: Execution, slots: int, finish: Finish) -> None:
         self._running = 0
+        self._freed = False
+        """A slot has just ended a call, and takes the next delivery."""
         self._execution = execution
         self._slots = slots
         self._finish = finish
@@ -52,6 +54,11 @@ class TaskRunner:
     def offer(self, deliveries: Iterable[Delivery]) -> None:
         self._waiting.extend(deliveries)
         self._fill()
+
+    def resume(self, delivery: Delivery) -> None:
+        self._waiting.append(delivery)
+        if not self._freed:
+            self._fill()
 
     def _fill(self) -> None:
         """Make tasks for what waits, if slots are free."""
@@ -104,7 +111,9 @@ class TaskRunner:
                 finish(delivery, verdict)
                 return
             self._running -= 1
+            self._freed = True
             finish(delivery, verdict)
+            self._freed = False
             if task.cancelling():
                 await forget_cancellation(task)
             if time.monotonic() > slice_end:

@@ -67,6 +67,9 @@ class ThreadRunner:
             self._put(delivery)
         self._fill()
 
+    def resume(self, delivery: Delivery) -> None:
+        self.offer((delivery,))
+
     def _put(self, work: Any) -> None:
         self._unfinished += 1
         self._inbox.put(work)

@@ -28,8 +28,8 @@ $body$;
 -- Lets the first parked event of each key run, where nothing of the key is under way and no dead letter blocks it.
 CREATE FUNCTION {schema}.advance_keys(p_queue integer, p_lane integer, p_keys text[]) RETURNS integer
 LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
-SET plan_cache_mode = force_generic_plan AS $body$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_memoize = off
+SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     v_count integer;
 BEGIN
@@ -56,7 +56,7 @@ $body$;
 CREATE FUNCTION {schema}.bury(p_ids bigint[], p_reasons text[]) RETURNS void
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
-SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
+SET enable_mergejoin = off SET enable_memoize = off SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 BEGIN
     IF coalesce(cardinality(p_ids), 0) = 0 THEN
         RETURN;
@@ -87,35 +87,46 @@ $body$;
 
 -- Phase 1: what is claimed gets a pending row, owned by its delivery; one that nobody owns changes hands. The rows of
 -- completed executions and of those that another delivery owns stay as they are. In the order of the key, so that two
--- claims with the same events do not wait for each other in turn.
-CREATE FUNCTION {schema}.begin_executions(p_queues integer[], p_outbox_ids bigint[], p_replays integer[]) RETURNS void
+-- claims with the same events do not wait for each other in turn. False when none of them was there before, which is
+-- the rule: so a plain INSERT is tried first, which costs less than one that expects conflicts.
+CREATE FUNCTION {schema}.begin_executions(p_queues integer[], p_events uuid[], p_replays integer[],
+                                          p_outbox_ids bigint[])
+RETURNS boolean
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
-SET enable_mergejoin = off SET jit = off SET lock_timeout = '5s' SET plan_cache_mode = force_generic_plan AS $body$
-DECLARE
-    v_inserted integer;
+SET enable_mergejoin = off SET enable_memoize = off SET jit = off SET lock_timeout = '5s'
+SET plan_cache_mode = force_generic_plan AS $body$
 BEGIN
+    BEGIN
+        INSERT INTO {schema}.processed_events (queue_id, event_id, replay_id, owner)
+        SELECT u.queue_id, u.event_id, u.replay_id, u.outbox_id
+        FROM unnest(p_queues, p_events, p_replays, p_outbox_ids) AS u (queue_id, event_id, replay_id, outbox_id)
+        WHERE u.event_id IS NOT NULL
+        ORDER BY u.queue_id, u.event_id, u.replay_id;
+        RETURN false;
+    EXCEPTION WHEN unique_violation THEN
+        NULL;
+    END;
     INSERT INTO {schema}.processed_events (queue_id, event_id, replay_id, owner)
-    SELECT DISTINCT ON (u.queue_id, o.event_id, u.replay_id) u.queue_id, o.event_id, u.replay_id, u.outbox_id
-    FROM unnest(p_queues, p_outbox_ids, p_replays) WITH ORDINALITY AS u (queue_id, outbox_id, replay_id, place)
-    CROSS JOIN LATERAL (SELECT o.event_id FROM {schema}.outbox o WHERE o.id = u.outbox_id OFFSET 0) o
-    ORDER BY u.queue_id, o.event_id, u.replay_id, u.place
+    SELECT DISTINCT ON (u.queue_id, u.event_id, u.replay_id) u.queue_id, u.event_id, u.replay_id, u.outbox_id
+    FROM unnest(p_queues, p_events, p_replays, p_outbox_ids)
+        WITH ORDINALITY AS u (queue_id, event_id, replay_id, outbox_id, place)
+    WHERE u.event_id IS NOT NULL
+    ORDER BY u.queue_id, u.event_id, u.replay_id, u.place
     ON CONFLICT DO NOTHING;
-    GET DIAGNOSTICS v_inserted = ROW_COUNT;
-    IF v_inserted < cardinality(p_queues) THEN
-        UPDATE {schema}.processed_events p SET owner = f.outbox_id
-        FROM (
-            SELECT DISTINCT ON (x.ctid) x.ctid, u.outbox_id
-            FROM unnest(p_queues, p_outbox_ids, p_replays) WITH ORDINALITY AS u (queue_id, outbox_id, replay_id, place)
-            CROSS JOIN LATERAL (SELECT o.event_id FROM {schema}.outbox o WHERE o.id = u.outbox_id OFFSET 0) o
-            CROSS JOIN LATERAL (
-                SELECT x.ctid FROM {schema}.processed_events x
-                WHERE x.queue_id = u.queue_id AND x.event_id = o.event_id AND x.replay_id = u.replay_id
-                  AND x.owner IS NULL AND x.completed_at IS NULL OFFSET 0) x
-            ORDER BY x.ctid, u.place
-        ) f
-        WHERE p.ctid = f.ctid AND p.owner IS NULL AND p.completed_at IS NULL;
-    END IF;
+    UPDATE {schema}.processed_events p SET owner = f.outbox_id
+    FROM (
+        SELECT DISTINCT ON (x.ctid) x.ctid, u.outbox_id
+        FROM unnest(p_queues, p_events, p_replays, p_outbox_ids)
+            WITH ORDINALITY AS u (queue_id, event_id, replay_id, outbox_id, place)
+        CROSS JOIN LATERAL (
+            SELECT x.ctid FROM {schema}.processed_events x
+            WHERE x.queue_id = u.queue_id AND x.event_id = u.event_id AND x.replay_id = u.replay_id
+              AND x.owner IS NULL AND x.completed_at IS NULL OFFSET 0) x
+        ORDER BY x.ctid, u.place
+    ) f
+    WHERE p.ctid = f.ctid AND p.owner IS NULL AND p.completed_at IS NULL;
+    RETURN true;
 END
 $body$;
 
@@ -132,7 +143,7 @@ CREATE FUNCTION {schema}.complete_executions(p_queues integer[], p_outbox_ids bi
 RETURNS void
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
-SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
+SET enable_mergejoin = off SET enable_memoize = off SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 BEGIN
     UPDATE {schema}.processed_events p SET completed_at = clock_timestamp(), owner = NULL
     WHERE p.completed_at IS NULL AND p.ctid = ANY (ARRAY(
@@ -149,7 +160,7 @@ $body$;
 CREATE FUNCTION {schema}.complete_claim(p_claim bigint, p_seqs bigint[]) RETURNS void
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
-SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
+SET enable_mergejoin = off SET enable_memoize = off SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     c {schema}.claims%ROWTYPE;
     v_outbox bigint[];

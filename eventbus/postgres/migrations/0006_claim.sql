@@ -18,7 +18,7 @@ RETURNS TABLE (claim_id bigint, queue_id integer, lane integer, seq bigint, size
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
-SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
+SET enable_memoize = off SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     v_lane record;
     v_live boolean := false;
@@ -35,6 +35,8 @@ DECLARE
     v_hi bigint;
     v_parked integer;
     v_sifted bigint[] := '{}';
+    v_tracked bigint[] := '{}';
+    v_twins boolean := false;
 BEGIN
     PERFORM {schema}.require_read_committed();
     PERFORM set_config('synchronous_commit', 'off', true);
@@ -130,6 +132,9 @@ BEGIN
         v_room := v_room - v_count + v_parked;
         IF v_parked > 0 OR v_lane.tracking <> 'none' THEN
             v_sifted := v_sifted || v_claim;
+            IF v_lane.tracking = 'idempotent' THEN
+                v_tracked := v_tracked || v_claim;
+            END IF;
         ELSE
             RETURN QUERY
                 SELECT v_claim, v_lane.queue_id, v_lane.lane, d.seq, o.size, o.event_id::text, o.topic, o.key,
@@ -144,9 +149,32 @@ BEGIN
             RETURN NEXT;
         END IF;
     END LOOP;
-    IF cardinality(v_sifted) > 0 THEN
-        RETURN QUERY SELECT * FROM {schema}.sifted(v_sifted);
+    IF cardinality(v_tracked) > 0 THEN
+        v_twins := {schema}.begin_claims(v_tracked);
     END IF;
+    FOR v_lane IN
+        SELECT c.id, c.queue_id, c.lane, c.lo, c.hi, {schema}.is_ordered(c.queue_id, c.lane) AS ordered,
+               (v_twins AND q.tracking = 'idempotent') OR q.tracking = 'transactional' AS looked_for
+        FROM unnest(v_sifted) WITH ORDINALITY AS u (id, n)
+        CROSS JOIN LATERAL (SELECT c.* FROM {schema}.claims c WHERE c.id = u.id OFFSET 0) c
+        CROSS JOIN LATERAL (SELECT q.tracking FROM {schema}.queues q WHERE q.id = c.queue_id OFFSET 0) q
+        ORDER BY u.n
+    LOOP
+        RETURN QUERY
+            SELECT v_lane.id, v_lane.queue_id, v_lane.lane, d.seq, o.size, o.event_id::text, o.topic, o.key,
+                   o.payload::text, o.headers::text, o.published_at, d.replay_id, v_lane.ordered, p.twin
+            FROM {schema}.deliveries d
+            LEFT JOIN LATERAL (SELECT o.* FROM {schema}.outbox o WHERE o.id = d.outbox_id OFFSET 0) o ON true
+            LEFT JOIN LATERAL (
+                SELECT {schema}.twin_of(p.completed_at, p.owner, d.outbox_id) AS twin
+                FROM {schema}.processed_events p
+                WHERE p.queue_id = v_lane.queue_id AND p.event_id = o.event_id AND p.replay_id = d.replay_id OFFSET 0
+            ) p ON v_lane.looked_for
+            WHERE d.queue_id = v_lane.queue_id AND d.lane = v_lane.lane AND d.seq BETWEEN v_lane.lo AND v_lane.hi
+              AND NOT EXISTS (
+                SELECT 1 FROM {schema}.progress g WHERE g.claim_id = v_lane.id AND g.seq = d.seq OFFSET 0)
+            ORDER BY d.seq;
+    END LOOP;
 END
 $body$;
 
@@ -155,7 +183,7 @@ $body$;
 CREATE FUNCTION {schema}.park_blocked(p_claim bigint) RETURNS integer
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
-SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
+SET enable_mergejoin = off SET enable_memoize = off SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     c {schema}.claims%ROWTYPE;
     v_count integer;
@@ -191,48 +219,29 @@ BEGIN
 END
 $body$;
 
--- The deliveries of new claims of which some may be parked, or have a twin; phase 1 of their executions.
-CREATE FUNCTION {schema}.sifted(p_claims bigint[])
-RETURNS TABLE (claim_id bigint, queue_id integer, lane integer, seq bigint, size integer, event_id text, topic text,
-               key text, payload text, headers text, published_at timestamptz, replay_id integer, ordered boolean,
-               twin text)
+-- Phase 1 for the deliveries of new claims that are to be handled. Returns whether some of them may have a twin.
+CREATE FUNCTION {schema}.begin_claims(p_claims bigint[]) RETURNS boolean
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
-SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
+SET enable_memoize = off SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     v_queues integer[];
-    v_outbox bigint[];
+    v_events uuid[];
     v_replays integer[];
+    v_outbox bigint[];
 BEGIN
-    SELECT array_agg(d.queue_id), array_agg(d.outbox_id), array_agg(d.replay_id) INTO v_queues, v_outbox, v_replays
+    SELECT array_agg(d.queue_id), array_agg(o.event_id), array_agg(d.replay_id), array_agg(d.outbox_id)
+    INTO v_queues, v_events, v_replays, v_outbox
     FROM unnest(p_claims) AS u (id)
     CROSS JOIN LATERAL (SELECT c.* FROM {schema}.claims c WHERE c.id = u.id OFFSET 0) c
     CROSS JOIN LATERAL (
-        SELECT 1 FROM {schema}.queues q WHERE q.id = c.queue_id AND q.tracking = 'idempotent' OFFSET 0) q
-    CROSS JOIN LATERAL (
         SELECT d.* FROM {schema}.deliveries d
-        WHERE d.queue_id = c.queue_id AND d.lane = c.lane AND d.seq BETWEEN c.lo AND c.hi ORDER BY d.seq) d
-    WHERE NOT EXISTS (SELECT 1 FROM {schema}.progress g WHERE g.claim_id = c.id AND g.seq = d.seq OFFSET 0);
-    IF v_outbox IS NOT NULL THEN
-        PERFORM {schema}.begin_executions(v_queues, v_outbox, v_replays);
-    END IF;
-    RETURN QUERY
-        SELECT c.id, c.queue_id, c.lane, d.seq, o.size, o.event_id::text, o.topic, o.key, o.payload::text,
-               o.headers::text, o.published_at, d.replay_id, {schema}.is_ordered(c.queue_id, c.lane), p.twin
-        FROM unnest(p_claims) WITH ORDINALITY AS u (id, n)
-        CROSS JOIN LATERAL (SELECT c.* FROM {schema}.claims c WHERE c.id = u.id OFFSET 0) c
-        CROSS JOIN LATERAL (SELECT q.tracking FROM {schema}.queues q WHERE q.id = c.queue_id OFFSET 0) q
-        CROSS JOIN LATERAL (
-            SELECT d.* FROM {schema}.deliveries d
-            WHERE d.queue_id = c.queue_id AND d.lane = c.lane AND d.seq BETWEEN c.lo AND c.hi ORDER BY d.seq) d
-        LEFT JOIN LATERAL (SELECT o.* FROM {schema}.outbox o WHERE o.id = d.outbox_id OFFSET 0) o ON true
-        LEFT JOIN LATERAL (
-            SELECT {schema}.twin_of(p.completed_at, p.owner, d.outbox_id) AS twin FROM {schema}.processed_events p
-            WHERE p.queue_id = c.queue_id AND p.event_id = o.event_id AND p.replay_id = d.replay_id OFFSET 0
-        ) p ON q.tracking <> 'none'
-        WHERE NOT EXISTS (SELECT 1 FROM {schema}.progress g WHERE g.claim_id = c.id AND g.seq = d.seq OFFSET 0)
-        ORDER BY u.n, d.seq;
+        WHERE d.queue_id = c.queue_id AND d.lane = c.lane AND d.seq BETWEEN c.lo AND c.hi
+          AND NOT EXISTS (SELECT 1 FROM {schema}.progress g WHERE g.claim_id = c.id AND g.seq = d.seq OFFSET 0)
+        ORDER BY d.seq) d
+    CROSS JOIN LATERAL (SELECT o.event_id FROM {schema}.outbox o WHERE o.id = d.outbox_id OFFSET 0) o;
+    RETURN v_events IS NOT NULL AND {schema}.begin_executions(v_queues, v_events, v_replays, v_outbox);
 END
 $body$;
 
@@ -251,7 +260,7 @@ RETURNS TABLE (exception_id bigint, queue_id integer, due_in double precision, c
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
-SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
+SET enable_memoize = off SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     v_queue record;
     v_live boolean := false;
@@ -351,19 +360,22 @@ RETURNS TABLE (exception_id bigint, queue_id integer, due_in double precision, c
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
-SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
+SET enable_memoize = off SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     v_queues integer[];
     v_outbox bigint[];
     v_replays integer[];
+    v_events uuid[];
 BEGIN
-    SELECT array_agg(e.queue_id), array_agg(e.outbox_id), array_agg(e.replay_id) INTO v_queues, v_outbox, v_replays
+    SELECT array_agg(e.queue_id), array_agg(e.outbox_id), array_agg(e.replay_id), array_agg(o.event_id)
+    INTO v_queues, v_outbox, v_replays, v_events
     FROM unnest(p_ids) AS u (id)
     CROSS JOIN LATERAL (SELECT e.* FROM {schema}.exceptions e WHERE e.id = u.id OFFSET 0) e
     CROSS JOIN LATERAL (
-        SELECT 1 FROM {schema}.queues q WHERE q.id = e.queue_id AND q.tracking = 'idempotent' OFFSET 0) q;
+        SELECT 1 FROM {schema}.queues q WHERE q.id = e.queue_id AND q.tracking = 'idempotent' OFFSET 0) q
+    CROSS JOIN LATERAL (SELECT o.event_id FROM {schema}.outbox o WHERE o.id = e.outbox_id OFFSET 0) o;
     IF v_outbox IS NOT NULL THEN
-        PERFORM {schema}.begin_executions(v_queues, v_outbox, v_replays);
+        PERFORM {schema}.begin_executions(v_queues, v_events, v_replays, v_outbox);
     END IF;
     RETURN QUERY
         SELECT e.id, e.queue_id, NULL::double precision, NULL::double precision, e.attempts, e.crashes, e.due_at,

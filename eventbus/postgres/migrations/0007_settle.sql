@@ -16,8 +16,8 @@ $body$;
 -- only. Returns how many were recorded. The caller has locked the lane if it is ordered.
 CREATE FUNCTION {schema}.record(p_claim bigint, p_done bigint[], p_outcomes json) RETURNS integer
 LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
-SET plan_cache_mode = force_generic_plan AS $body$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_memoize = off
+SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     c {schema}.claims%ROWTYPE;
     v_ordered boolean;
@@ -94,7 +94,7 @@ $body$;
 CREATE FUNCTION {schema}.settle(p_ids bigint[], p_tokens uuid[], p_outcomes json) RETURNS SETOF bigint
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
-SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
+SET enable_mergejoin = off SET enable_memoize = off SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     v_new bigint[];
     v_claim record;
@@ -162,8 +162,8 @@ $body$;
 CREATE FUNCTION {schema}.detach(p_claim bigint, p_token uuid, p_done bigint[], p_outcomes json, p_held bigint[])
 RETURNS TABLE (seq bigint, exception_id bigint)
 LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
-SET plan_cache_mode = force_generic_plan AS $body$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_memoize = off
+SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     c {schema}.claims%ROWTYPE;
     v_keys text[];
@@ -242,8 +242,8 @@ $body$;
 -- was written. One whose transactional handler has committed is done, whatever the outcome says.
 CREATE FUNCTION {schema}.settle_exceptions(p_ids bigint[], p_tokens uuid[], p_outcomes json) RETURNS SETOF bigint
 LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
-SET plan_cache_mode = force_generic_plan AS $body$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_memoize = off
+SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     v_held bigint[];
     v_done bigint[];

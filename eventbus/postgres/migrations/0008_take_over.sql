@@ -13,8 +13,8 @@ RETURN p_crashes > 0 AND p_crashes >= least(2, p_max_crashes - 1);
 -- came back or died. The caller has locked the lane if it is ordered.
 CREATE FUNCTION {schema}.give_back(p_claim bigint, p_started bigint, p_max_crashes integer) RETURNS integer
 LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
-SET plan_cache_mode = force_generic_plan AS $body$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_memoize = off
+SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     c {schema}.claims%ROWTYPE;
     v_lost bigint[];
@@ -80,8 +80,8 @@ $body$;
 CREATE FUNCTION {schema}.give_back_exceptions(p_ids bigint[], p_crashes integer, p_max_crashes integer)
 RETURNS integer
 LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
-SET plan_cache_mode = force_generic_plan AS $body$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_memoize = off
+SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     v_lanes json := {schema}.lanes_of_keys(p_ids);
     v_dead bigint[];
@@ -113,8 +113,8 @@ $body$;
 -- has started.
 CREATE FUNCTION {schema}.release_unknown(p_worker uuid, p_claims bigint[], p_exceptions bigint[]) RETURNS integer
 LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
-SET plan_cache_mode = force_generic_plan AS $body$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_memoize = off
+SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     v_id bigint;
     v_held bigint[];
@@ -156,8 +156,8 @@ $body$;
 CREATE FUNCTION {schema}.take_over(p_worker uuid, p_lease double precision, p_max_crashes integer,
                                    OUT workers integer, OUT deliveries integer)
 LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
-SET plan_cache_mode = force_generic_plan AS $body$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_memoize = off
+SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     v_silent uuid[];
     v_dead uuid;
