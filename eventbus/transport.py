@@ -167,6 +167,16 @@ class Tick:
     due_in: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """What one step of filling a new queue did; the fields are those of the engine's ``fill`` function."""
+
+    state: Literal["busy", "paused", "unknown", "more", "filled", "active"]
+    events: int
+    deliveries: int
+    unknown: Sequence[str]
+
+
 class RelayEngine(Protocol):
     """What the relay needs. Every call raises :class:`eventbus.errors.Unavailable` when the database is away."""
 
@@ -178,6 +188,12 @@ class RelayEngine(Protocol):
 
     async def resolve(self, version: int, routes: Mapping[str, Sequence[int]]) -> bool:
         """Store where topics go; false, and nothing stored, when the bindings are newer than ``version``."""
+
+    async def filling(self) -> Sequence[int]:
+        """The queues that are filled with what was relayed before they began."""
+
+    async def fill(self, queue_id: int, limit: int) -> Fill:
+        """The next step of such a queue: looks at ``limit`` events at most. Atomic; a crash loses nothing."""
 
     async def fall_asleep(self, seconds: float) -> bool:
         """Ask publishers to wake us for that long; true when one is in the middle of a transaction and may not."""

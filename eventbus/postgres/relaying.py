@@ -12,7 +12,7 @@ from psycopg import IsolationLevel
 
 from eventbus.postgres.link import Link
 from eventbus.postgres.statements import Statements
-from eventbus.transport import Tick
+from eventbus.transport import Fill, Tick
 
 _EVERYTHING: Final = datetime(1, 1, 1, tzinfo=UTC)
 _SWEEP_SECONDS = 5.0
@@ -46,6 +46,13 @@ class PostgresRelay:
     async def resolve(self, version: int, routes: Mapping[str, Sequence[int]]) -> bool:
         [row] = await self._link.rows(self._calls["resolve"], (version, orjson.dumps(routes).decode()))
         return bool(row[0])
+
+    async def filling(self) -> Sequence[int]:
+        return [queue_id for (queue_id,) in await self._link.rows(self._calls["filling"])]
+
+    async def fill(self, queue_id: int, limit: int) -> Fill:
+        [row] = await self._link.rows(self._calls["fill"], (queue_id, limit))
+        return Fill(*row)
 
     async def fall_asleep(self, seconds: float) -> bool:
         [row] = await self._link.rows(self._calls["fall_asleep"], (seconds,))

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from eventbus.errors import Unavailable
-from eventbus.topics import matches
+from eventbus.publishing.filling import Filling
+from eventbus.publishing.routing import resolve
 from eventbus.transport import RelayEngine, StatementCancelled, Tick
 
 log = logging.getLogger("eventbus")
@@ -55,6 +56,7 @@ class Relay:
         self._batch = self._most = batch
         self._notify = notify
         self._fed = fed
+        self._filling = Filling(engine, fed, time.monotonic)
         self._random = random
         self._awake = asyncio.Event()
         self._heard = asyncio.Event()
@@ -104,10 +106,18 @@ class Relay:
             await self._pause(pause - (time.monotonic() - started))
 
     async def _step(self) -> float:
-        """One tick and what follows from it; the seconds from its start to the next one, unless woken."""
+        """One tick, and one step of a queue that is filling; the seconds from the start to the next, unless woken."""
         if self._renew:
             await self._fall_asleep()
         tick = await self._engine.tick(self._batch)
+        pause = await self._follow(tick)
+        if tick.state in ("paused", "foreign"):
+            return pause
+        filling = await self._filling.step(self._batch)
+        return pause if filling is None else min(pause, filling)
+
+    async def _follow(self, tick: Tick) -> float:
+        """What follows from a tick; the seconds from its start to the next one, unless woken."""
         match tick.state:
             case "ticked":
                 return self._ticked(tick)
@@ -143,8 +153,11 @@ class Relay:
     async def _idle(self, tick: Tick) -> float:
         """Nothing fresh. Fire what is due; else fall asleep, looking again for those who may not wake us."""
         if tick.due_in is not None and tick.due_in <= 0:
-            await self._engine.fire_due(_DUE_BATCH)
-            return 0.0
+            # nothing fired: another relay has them, or a cancel that is not decided yet
+            return 0.0 if await self._engine.fire_due(_DUE_BATCH) else _BUSY_PAUSE
+        if self._filling.queues:
+            self._asleep = self._renew = False
+            return _PACE  # whoever publishes need not wake us
         longest = self.poll_interval if tick.due_in is None else min(self.poll_interval, tick.due_in)
         if self._asleep:  # and the tick after falling asleep found nothing either
             self._asleep = False
@@ -162,14 +175,8 @@ class Relay:
         return self._asleep
 
     async def _resolve(self, topics: Sequence[str]) -> None:
-        version, bindings = await self._engine.bindings()
-        routes = {
-            topic: sorted({queue_id for queue_id, pattern in bindings if matches(pattern, topic)}) for topic in topics
-        }
-        if await self._engine.resolve(version, routes):
-            for topic, queue_ids in routes.items():
-                if not queue_ids:
-                    log.warning("no queue matches topic %s; its events are unrouted", topic, extra={"topic": topic})
+        for topic in await resolve(self._engine, topics):
+            log.warning("no queue matches topic %s; its events are unrouted", topic, extra={"topic": topic})
 
     async def _pause(self, seconds: float) -> None:
         if seconds <= 0 or self._stopping:

@@ -14,7 +14,7 @@ import pytest
 
 from eventbus.errors import Unavailable
 from eventbus.publishing.relay import Relay
-from eventbus.transport import StatementCancelled, Tick
+from eventbus.transport import Fill, StatementCancelled, Tick
 
 IDLE = Tick("idle", more=False, events=0, deliveries=0, fed=(), unknown=(), due_in=None)
 
@@ -41,6 +41,10 @@ class ScriptedRelayEngine:
         self.resolutions: deque[bool] = deque()
         self.resolved: list[tuple[int, Mapping[str, Sequence[int]]]] = []
         self.sleeps: list[float] = []
+        self.due: deque[int] = deque()
+        """How many events each call of ``fire_due`` fires; 1 if nothing is said."""
+        self.filling_queues: list[int] = []
+        self.fills: deque[Fill] = deque()
         self.publishing = False
         """A publisher is in the middle of a transaction."""
 
@@ -80,9 +84,19 @@ class ScriptedRelayEngine:
         await self._enter("fall_asleep")
         return self.publishing
 
+    async def filling(self) -> Sequence[int]:
+        return list(self.filling_queues)  # not in the order of calls: every relay looks now and then
+
+    async def fill(self, queue_id: int, limit: int) -> Fill:
+        await self._enter(f"fill {queue_id}")
+        fill = self.fills.popleft()
+        if fill.state in ("filled", "active"):
+            self.filling_queues.remove(queue_id)
+        return fill
+
     async def fire_due(self, limit: int) -> int:
         await self._enter("fire_due")
-        return 1
+        return self.due.popleft() if self.due else 1
 
     async def attach(self) -> str:
         await self._enter("attach")
@@ -224,6 +238,20 @@ async def test_scheduled_events_are_fired_when_they_are_due_and_not_at_the_next_
     assert time.monotonic() >= until
 
 
+async def test_a_due_event_that_somebody_is_cancelling_does_not_keep_the_database_busy_until_that_is_decided() -> None:
+    scene = Scene()
+    scene.engine.ticks.extend([found("idle", due_in=-1.0)] * 10_000)
+    scene.engine.due.extend([0] * 10_000)
+    async with scene.running():
+        await scene.engine.until(lambda: scene.engine.calls["fire_due"] >= 2)
+        before, began = scene.engine.calls["fire_due"], time.monotonic()
+        await scene.engine.until(lambda: scene.engine.calls["fire_due"] > before + 4)
+        assert time.monotonic() - began > 0.1
+        scene.engine.due.clear()
+        scene.engine.ticks.clear()
+        await scene.engine.still()
+
+
 async def test_a_tick_that_runs_into_a_timeout_is_repeated_with_smaller_steps_which_grow_again() -> None:
     scene = Scene()
     scene.engine.ticks.extend([StatementCancelled("too slow"), StatementCancelled("too slow")])
@@ -333,3 +361,56 @@ async def test_a_stop_ends_it_whatever_it_waits_for(others: bool) -> None:
         if others:
             scene.relay.heard()
             scene.relay.wake()
+
+
+def filled(state: Any, deliveries: int = 0, *unknown: str) -> Fill:
+    """A step of a queue that is filling."""
+    return Fill(state, events=deliveries, deliveries=deliveries, unknown=unknown)
+
+
+async def test_queues_that_begin_with_the_earliest_event_are_filled_in_turn_while_the_relay_is_busy() -> None:
+    scene = Scene()
+    scene.engine.filling_queues = [7, 8]
+    scene.engine.ticks.extend([ticked(1_000, 1, more=True)] * 5)
+    scene.engine.fills.extend([filled("more", 3), filled("more"), filled("filled", 2), filled("filled", 1)])
+    async with scene.running():
+        await scene.engine.until(lambda: scene.relay.idle_ticks and not scene.engine.filling_queues)
+    assert scene.engine.order[:8] == ["tick", "fill 7", "tick", "fill 8", "tick", "fill 7", "tick", "fill 8"]
+    assert [[*queues] for queues in scene.fed if 1 not in queues] == [[7], [7], [8]]
+
+
+async def test_a_relay_without_anything_fresh_does_not_sleep_while_a_queue_is_filled() -> None:
+    scene = Scene()
+    scene.engine.filling_queues = [7]
+    scene.engine.fills.extend([filled("more")] * 100 + [filled("busy"), filled("active")])
+    async with scene.running():
+        await scene.engine.until(lambda: not scene.engine.filling_queues)
+        await scene.engine.until(lambda: scene.engine.calls["fall_asleep"])
+    assert scene.engine.order.index("fall_asleep") > 200, "it slept before the queue was filled"
+
+
+async def test_topics_that_only_old_events_have_are_resolved_without_a_complaint_that_nobody_wants_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scene = Scene()
+    scene.engine.filling_queues = [7]
+    scene.engine.bound = (7, [(7, "orders.*")])
+    scene.engine.fills.extend([filled("unknown", 0, "orders.old", "users.old"), filled("filled", 1)])
+    with caplog.at_level(logging.WARNING, "eventbus"):
+        async with scene.running():
+            await scene.engine.until(lambda: scene.fed)
+    assert scene.engine.resolved == [(7, {"orders.old": [7], "users.old": []})]
+    assert not caplog.records
+
+
+async def test_a_queue_whose_filler_died_is_found_and_filled_by_a_relay_that_already_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("eventbus.publishing.filling._LOOK_SECONDS", 0.01)
+    scene = Scene()
+    scene.relay.poll_interval = 0.02
+    async with scene.running():
+        await scene.engine.until(lambda: scene.engine.calls["fall_asleep"] >= 2)
+        scene.engine.fills.append(filled("filled", 1))
+        scene.engine.filling_queues = [9]
+        await scene.engine.until(lambda: scene.fed == [[9]])

@@ -83,7 +83,8 @@ CREATE TABLE {schema}.layouts (
     PRIMARY KEY (queue_id, lane_from)
 );
 
--- How far a new queue that starts with the earliest event has come; the same position as that of a tick.
+-- How far a new queue that starts with the earliest event has come; the same position as that of a tick. restored: it
+-- begins anew, because this is another cluster, and leaves out what it has.
 CREATE TABLE {schema}.fillings (
     queue_id integer PRIMARY KEY REFERENCES {schema}.queues ON DELETE CASCADE,
     snapshot pg_snapshot NOT NULL,
@@ -92,9 +93,9 @@ CREATE TABLE {schema}.fillings (
     window_snapshot pg_snapshot,
     window_next_xid xid8,
     window_ids_upto bigint,
-    window_to bigint,
     last_id bigint NOT NULL DEFAULT 0,
-    deliveries bigint NOT NULL DEFAULT 0
+    deliveries bigint NOT NULL DEFAULT 0,
+    restored boolean NOT NULL DEFAULT false
 );
 
 -- Retained events played into a queue once more. last_id: the last outbox row that was looked at.

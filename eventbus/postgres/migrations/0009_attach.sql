@@ -65,9 +65,12 @@ BEGIN
     SELECT CASE WHEN s.is_called THEN s.last_value ELSE 0 END INTO v_upto FROM {schema}.outbox_id_seq s;
     INSERT INTO {schema}.ticks (id, snapshot, next_xid, ids_upto, system_identifier, database_oid)
     VALUES (t.id + 1, v_snapshot, v_xid, v_upto, v_here.system_identifier, v_here.database_oid);
+    UPDATE {schema}.fillings SET snapshot = v_snapshot, next_xid = v_xid, ids_upto = 0, window_snapshot = NULL,
+        window_next_xid = NULL, window_ids_upto = NULL, last_id = 0, restored = true;
     IF p_resume OR NOT (
         EXISTS (SELECT 1 FROM {schema}.outbox o WHERE o.xid = v_xid)
         OR EXISTS (SELECT 1 FROM {schema}.scheduled)
+        OR EXISTS (SELECT 1 FROM {schema}.fillings)
         OR EXISTS (SELECT 1 FROM {schema}.exceptions)
         OR EXISTS (SELECT 1 FROM {schema}.claims c
                    WHERE NOT EXISTS (SELECT 1 FROM {schema}.settlements s WHERE s.claim_id = c.id))

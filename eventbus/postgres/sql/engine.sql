@@ -5,14 +5,20 @@
 SELECT state, more, events, deliveries, fed, unknown, due_in FROM {schema}.tick(%s, %s)
 
 -- name: bindings
--- Every active queue's patterns, with the version that they belong to.
-SELECT b.bindings_version, d.queue_id, d.pattern
-FROM {schema}.bus b
-LEFT JOIN ({schema}.bindings d JOIN {schema}.queues q ON q.id = d.queue_id AND q.state = 'active') ON true
+-- Every queue's patterns, with the version that they belong to.
+SELECT b.bindings_version, d.queue_id, d.pattern FROM {schema}.bus b LEFT JOIN {schema}.bindings d ON true
 
 -- name: resolve
 -- Stores where topics go.
 SELECT {schema}.resolve_topics(%s, %s::json)
+
+-- name: filling
+-- The queues that are filled with what was relayed before they began.
+SELECT f.queue_id FROM {schema}.fillings f ORDER BY f.queue_id
+
+-- name: fill
+-- The next step of a filling queue.
+SELECT state, events, deliveries, unknown FROM {schema}.fill(%s, %s)
 
 -- name: fall_asleep
 -- Asks publishers to wake the relay.

@@ -1,0 +1,63 @@
+"""Fills new queues that start with the earliest event, in small steps between those of the relay.
+
+Before it: a queue was declared with ``start="earliest"``. After it: the queue has everything that was relayed before it
+began, and the relay feeds it like any other. Any worker may do the next step; one that dies leaves whole steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+from eventbus.publishing.routing import resolve
+from eventbus.transport import RelayEngine
+
+log = logging.getLogger("eventbus")
+
+_LOOK_SECONDS = 5.0
+"""From one look for filling queues to the next while there are none."""
+_BUSY_PAUSE = 0.05
+
+
+class Filling:
+    """The queues that are filling, one step at a time, in turn. ``clock``: monotonic seconds.
+
+    One step per tick: neither a busy relay nor a queue with a long past starves the other.
+    """
+
+    def __init__(self, engine: RelayEngine, fed: Callable[[Sequence[int]], None], clock: Callable[[], float]) -> None:
+        self.queues: list[int] = []
+        self._engine = engine
+        self._fed = fed
+        self._clock = clock
+        self._look_at = 0.0
+
+    async def step(self, limit: int) -> float | None:
+        """The next step, looking at ``limit`` events at most; seconds to the one after it, ``None`` without one."""
+        if not self.queues:
+            if self._clock() < self._look_at:
+                return None
+            self.queues = list(await self._engine.filling())
+            self._look_at = self._clock() + _LOOK_SECONDS
+            if not self.queues:
+                return None
+        queue_id = self.queues[0]
+        fill = await self._engine.fill(queue_id, limit)
+        if fill.deliveries:
+            self._fed([queue_id])
+        match fill.state:
+            case "busy" | "paused":
+                return _BUSY_PAUSE
+            case "unknown":
+                await resolve(self._engine, fill.unknown)
+            case "more":
+                self.queues.append(self.queues.pop(0))
+            case "filled" | "active":
+                self.queues.pop(0)
+                self._look_at = 0.0  # others may have begun meanwhile
+                if fill.state == "filled":
+                    log.info("queue %d has everything that was relayed before it began", queue_id)
+            case _:
+                assert_never(fill.state)
+        return 0.0
