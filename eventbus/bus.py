@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 from eventbus import settings as settings_module
 from eventbus.consuming.subscriptions import Subscription, Subscriptions
@@ -52,7 +54,7 @@ class EventBus:
     ) -> Worker:
         """A worker for this process; ``await worker.run()`` consumes. See :meth:`consume`."""
         settings = settings or self.settings
-        station = Station(settings, self._chosen(queues), wait=wait)
+        station = Station(settings, self._chosen(queues), self._using, wait=wait)
         return Worker(station.parts(), drain_timeout=settings.drain_timeout, until_idle=until_idle)
 
     def consume(
@@ -74,6 +76,10 @@ class EventBus:
 
     async def _consume(self, settings: Settings, queues: Sequence[str] | None, *, until_idle: bool, wait: bool) -> int:
         return await self.worker(settings, queues=queues, until_idle=until_idle, wait=wait).run()
+
+    def _using(self, conn: Any) -> AbstractContextManager[None]:
+        """Bind the connection of a transactional handler; only then the settings of the outbox are needed."""
+        return self.outbox.using(conn)
 
     def _chosen(self, queues: Sequence[str] | None) -> Sequence[Subscription]:
         chosen = tuple(self.subscriptions) if queues is None else self.subscriptions.only(queues)

@@ -8,7 +8,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 import psycopg
@@ -28,6 +28,8 @@ from eventbus.postgres.listener import Ears, Listener
 from eventbus.postgres.migrate import require_current
 from eventbus.postgres.relaying import PostgresRelay
 from eventbus.postgres.statements import Statements
+from eventbus.postgres.transactions import Bind, Transactions
+from eventbus.postgres.tries import Patience
 from eventbus.publishing.relay import Relay
 from eventbus.runtime.worker import Parts
 from eventbus.settings import Settings
@@ -35,16 +37,24 @@ from eventbus.transport import Delivery
 
 log = logging.getLogger("eventbus")
 
+_LONGEST_SILENCE: Final = 3600.0
+"""Seconds that a transactional handler without a timeout may leave its transaction without a statement."""
+
 
 class Station:
-    """One worker's place in one database. ``wait``: a server that is away at the start is waited for."""
+    """One worker's place in one database. ``wait``: a server that is away at the start is waited for.
 
-    def __init__(self, settings: Settings, subscriptions: Sequence[Subscription], *, wait: bool) -> None:
+    ``using`` makes a connection the one to publish on, for a block.
+    """
+
+    def __init__(self, settings: Settings, subscriptions: Sequence[Subscription], using: Bind, *, wait: bool) -> None:
         if settings.dsn is None:
             raise ConfigurationError("no database: set EVENTBUS_DSN")
         self._settings = settings
         self._subscriptions = subscriptions
         self._wait = wait
+        self._using = using
+        self._boundaries: list[Transactions] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outage = Outage()
         self._calls = calls = Statements("engine", settings.schema_name)
@@ -130,7 +140,9 @@ class Station:
     def _queue(self, subscription: Subscription) -> QueueState:
         slots = subscription.concurrency or self._settings.concurrency
         completions = None if subscription.tracking == "none" else Completions()
-        execution = Execution(subscription, random.random, completed=_knower(completions))
+        execution = Execution(
+            subscription, random.random, completed=_knower(completions), boundary=self._boundary(subscription)
+        )
         events = slots * (subscription.batch or 1)
         pace = Pace(events, max(events, self._settings.prefetch), asyncio.get_running_loop().time())
         state: QueueState
@@ -141,6 +153,18 @@ class Station:
         )
         return state
 
+    def _boundary(self, subscription: Subscription) -> Transactions | None:
+        if not subscription.transactional:
+            return None
+        assert self._settings.dsn is not None
+        lease = self._settings.lease
+        idle = (subscription.timeout or _LONGEST_SILENCE) + lease
+        statements = Statements("transactions", self._settings.schema_name)
+        patience = Patience(subscription.name, idle, lease, random.random)
+        boundary = Transactions(self._settings.dsn, statements, self._using, patience, self._outage)
+        self._boundaries.append(boundary)
+        return boundary
+
     async def _undone(self, queue_ids: Sequence[int]) -> bool:
         """On a connection of its own, which is only made for a worker that ends by itself."""
         [row] = await self._watching.rows(self._calls["undone"], (list(queue_ids), list(queue_ids), list(queue_ids)))
@@ -149,6 +173,8 @@ class Station:
     async def _close(self) -> None:
         for queue in self._consumer.queues.values():
             queue.runner.close()
+        for boundary in self._boundaries:
+            boundary.close()
         for link in self._links:
             await link.close()
 
@@ -174,8 +200,13 @@ class Station:
             connected=connected,
             lost=lost,
             took_over=lambda: on_loop(self._consumer.wake),
-            routine=lambda: on_loop(self._consumer.doubt),
+            routine=lambda: on_loop(self._routine),
         )
+
+    def _routine(self) -> None:
+        self._consumer.doubt()
+        for boundary in self._boundaries:
+            boundary.trim()
 
     def _pulse(self) -> Pulse:
         open_from, started = self._engine.beat_state(list(self._consumer.leases))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eventbus.consuming.boundary import Results
+from eventbus.consuming.boundary import Postponed, Results
 from eventbus.consuming.execution import Execution, Unfinished
 from eventbus.consuming.results import outcomes_of
 from eventbus.consuming.verdicts import warn_of_batch
@@ -121,8 +121,8 @@ class Batches:
         return call.conclude(list(map(self._execution.verdict, results, call.events)))
 
     def _failed(self, call: BatchCall, error: BaseException) -> Verdicts:
-        if len(call.events) == 1:
-            return call.conclude([self._execution.failed(error, call.events[0])])
+        if len(call.events) == 1 or type(error) is Postponed:
+            return call.conclude([self._execution.failed(error, event) for event in call.events])
         if self._execution.aborting:
             return call.conclude([RELEASED] * len(call.events))
         return self._one_by_one(call, error)

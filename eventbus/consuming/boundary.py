@@ -15,13 +15,26 @@ Results = Sequence[Outcome | BaseException]
 """What one call came to, for each of its events in their order; an exception is the failure of its event."""
 
 
+class Postponed(Exception):
+    """Nothing was committed, by no fault of the handler, or whether it was is unknown: no attempt counts.
+
+    The engine is told to run the event again after ``delay`` seconds; where it finds that the event is done after all,
+    or that this worker holds it no more, it does nothing.
+    """
+
+    def __init__(self, reason: str, *, delay: float) -> None:
+        super().__init__(reason)
+        self.delay = delay
+
+
 class Boundary(Protocol):
     """One transaction around each call of a handler, with one event or with a batch.
 
     ``attempt`` takes the connection, calls the handler (with the connection, if it asks for it) and returns what came
     of it. The transaction is committed, with the completion of all ``deliveries``, if every result is Done or Discard,
     and rolled back otherwise, also if ``attempt`` raises. ``attempt`` may be called again, each time in a transaction
-    of its own. What is raised here is a failure of the call. The timeout of the handler is inside ``attempt``.
+    of its own. What is raised here is a failure of the call, unless it is :class:`Postponed`. The timeout of the
+    handler is inside ``attempt``.
     """
 
     async def run(self, deliveries: Sequence[Delivery], attempt: Callable[[Any], Awaitable[Results]]) -> Results:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from eventbus.consuming.boundary import Boundary, Results
+from eventbus.consuming.boundary import Boundary, Postponed, Results
 from eventbus.consuming.results import conclude, finished, needs_waiting, outcome_of
 from eventbus.consuming.subscriptions import Subscription
 from eventbus.consuming.verdicts import Verdicts
@@ -166,6 +166,8 @@ class Execution:
         """What an exception means for this event."""
         if self.aborting and issubclass(type(error), asyncio.CancelledError | GeneratorExit):
             return RELEASED
+        if type(error) is Postponed:
+            return Verdict("deferred", delay=error.delay)
         return self.verdicts.failed(error, event)
 
     async def attempt(self, deliveries: Sequence[Delivery], arguments: tuple[Any, ...], read: Read) -> Results:
