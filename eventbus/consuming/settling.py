@@ -15,6 +15,8 @@ from eventbus.transport import ConsumerEngine, Lease
 
 log = logging.getLogger("eventbus")
 
+_ORDERED_INTERVAL = 0.001
+"""Longest time in seconds for which finished leases of ordered lanes wait for others to settle with."""
 _PROGRESS_AFTER = 1.0
 """Seconds after which a claim that is still open has its finished deliveries recorded."""
 
@@ -51,7 +53,13 @@ class Settler:
         except TimeoutError:
             return
         if not self._holdings.closing:
-            await asyncio.sleep(self._interval)
+            await asyncio.sleep(self._patience())
+
+    def _patience(self) -> float:
+        """Seconds for which finished leases wait for others. The lane of an ordered one stands still meanwhile."""
+        if any(lease.ordered for lease in self._holdings.finished):
+            return min(self._interval, _ORDERED_INTERVAL)
+        return self._interval
 
     async def _settle_finished(self) -> None:
         holdings = self._holdings

@@ -8,7 +8,8 @@
 -- null, another worker is claiming from it at this moment; with seq 0, what is left waits for a claim that is open.
 --
 -- A plain queue has one lane. Of an ordered queue a lane has one open claim at most, and deliveries whose key waits
--- behind an earlier event are parked here. Of a prioritized queue the most urgent lane comes first, but every tenth
+-- behind an earlier event are parked here; one call takes half of the lanes at most, so that a worker can handle some
+-- while others are settled. Of a prioritized queue the most urgent lane comes first, but every tenth
 -- claim starts with one of the others in turn, so that none starves.
 CREATE FUNCTION {schema}.claim(p_worker uuid, p_token uuid, p_queues integer[], p_limits integer[], p_bytes bigint,
                                p_turn integer DEFAULT 0)
@@ -43,9 +44,10 @@ BEGIN
     PERFORM {schema}.retire_layout(u.queue_id) FROM unnest(p_queues) AS u (queue_id)
     WHERE EXISTS (SELECT 1 FROM {schema}.layouts l WHERE l.queue_id = u.queue_id OFFSET 1);
     FOR v_lane IN
-        SELECT f.*, row_number() OVER (ORDER BY f.place, f.turn) AS n, count(*) OVER (PARTITION BY f.queue_id) AS rivals
+        SELECT f.*, row_number() OVER (ORDER BY f.place, f.turn) AS n,
+               least(count(*) OVER (PARTITION BY f.queue_id), (f.lanes + 1) / 2) AS shares
         FROM (
-            SELECT u.queue_id, u.most, u.place, q.tracking, l.kind, g.lane,
+            SELECT u.queue_id, u.most, u.place, q.tracking, l.kind, l.lanes, g.lane,
                    (g.lane - l.lane_from + l.lanes - CASE
                         WHEN l.lanes = 1 THEN 0
                         WHEN l.kind = 'ordered' THEN p_turn % l.lanes
@@ -97,7 +99,7 @@ BEGIN
         v_lo := coalesce(v_lo, 0);
         v_most := v_room;
         IF v_lane.kind = 'ordered' THEN
-            v_most := least(v_room, ceil(v_lane.most::numeric / v_lane.rivals)::integer);
+            v_most := least(v_room, (v_lane.most - 1) / v_lane.shares + 1)::integer;
         END IF;
         SELECT min(d.seq), max(d.seq), sum(d.size), count(*) INTO v_first, v_hi, v_bytes, v_count
         FROM {schema}.deliveries d
@@ -393,16 +395,22 @@ BEGIN
 END
 $body$;
 
--- Locks one exception that must run alone.
+-- Locks one exception that must run alone, and its lane if it has a key; none if somebody else has the lane.
 CREATE FUNCTION {schema}.lock_alone(p_queue integer) RETURNS bigint[]
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
 SET plan_cache_mode = force_generic_plan AS $body$
+DECLARE
+    v_row record;
 BEGIN
-    RETURN ARRAY(
-        SELECT e.id FROM {schema}.exceptions e
-        WHERE e.queue_id = p_queue AND e.state = 'waiting' AND e.alone AND e.due_at <= clock_timestamp()
-        ORDER BY e.due_at, e.id LIMIT 1 FOR UPDATE SKIP LOCKED);
+    SELECT e.id, e.lane, e.key INTO v_row FROM {schema}.exceptions e
+    WHERE e.queue_id = p_queue AND e.state = 'waiting' AND e.alone AND e.due_at <= clock_timestamp()
+    ORDER BY e.due_at, e.id LIMIT 1 FOR UPDATE SKIP LOCKED;
+    IF v_row.id IS NULL OR (v_row.key IS NOT NULL
+            AND NOT pg_try_advisory_xact_lock({schema}.lock_key('lane', p_queue, v_row.lane))) THEN
+        RETURN '{}';
+    END IF;
+    RETURN ARRAY[v_row.id];
 END
 $body$;
 
@@ -437,8 +445,11 @@ BEGIN
             IF v_row.range_hi IS NULL THEN
                 IF v_row.key IS NOT NULL THEN
                     CONTINUE WHEN NOT pg_try_advisory_xact_lock({schema}.lock_key('lane', p_queue, v_lane));
-                    CONTINUE WHEN v_row.redriven_from IS NOT NULL
-                        AND {schema}.is_claimed(p_queue, v_lane, v_row.key);
+                    IF v_row.redriven_from IS NOT NULL AND {schema}.is_claimed(p_queue, v_lane, v_row.key) THEN
+                        UPDATE {schema}.exceptions e SET due_at = clock_timestamp() + interval '100 ms'
+                        WHERE e.id = v_row.id;
+                        CONTINUE;
+                    END IF;
                     v_ids := v_ids || v_row.id || ARRAY(
                         SELECT e.id FROM {schema}.exceptions e
                         WHERE e.queue_id = p_queue AND e.lane = v_lane AND e.key = v_row.key AND e.seq > v_row.seq
