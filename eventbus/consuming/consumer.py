@@ -52,6 +52,7 @@ class Consumer:
     def add(self, queue_id: int, queue: QueueState) -> None:
         """Consume this queue too; before ``fetch`` starts."""
         self.queues[queue_id] = queue
+        queue.runner.made_room = self._holdings.news.set
 
     def poll_every(self, seconds: float) -> None:
         """The floor of the wake-ups from now on; it depends on whether notifications can be heard."""

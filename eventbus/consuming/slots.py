@@ -14,6 +14,9 @@ Finish = Callable[[Delivery, Verdict], None]
 class Runner(Protocol):
     """Slots of one queue in one process."""
 
+    made_room: Callable[[], None]
+    """Called when a slot was replaced whose handler goes on after its timeout: there is room, and nothing finished."""
+
     @property
     def running(self) -> int:
         """Deliveries for whose handlers a slot is taken now. A handler whose slot was replaced is not counted."""

@@ -30,6 +30,7 @@ class TaskRunner:
     """Async handlers. A slot is one task that handles one delivery after the other."""
 
     def __init__(self, execution: Execution, slots: int, finish: Finish) -> None:
+        self.made_room: Callable[[], None] = lambda: None
         self._running = 0
         self._freed = False
         """A slot has just ended a call, and takes the next delivery."""
@@ -126,6 +127,7 @@ class TaskRunner:
             self._replaced.add(task)
             self._running -= 1
             self._fill()
+            self.made_room()
 
 
 @types.coroutine

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from eventbus.consuming.execution import Execution, ThreadCall, Unfinished
@@ -31,6 +31,7 @@ class ThreadRunner:
     """Plain handlers. Threads are made as they are needed, at most ``slots``, and stay until ``close``."""
 
     def __init__(self, execution: Execution, slots: int, finish: Finish, name: str) -> None:
+        self.made_room: Callable[[], None] = lambda: None
         self._execution = execution
         self._slots = slots
         self._finish = finish
@@ -113,6 +114,7 @@ class ThreadRunner:
             if self._overruns.report(call.deliveries, f"thread {call.thread}"):
                 self._replaced.add(number)
                 del self._threads[number]
+                self.made_room()
 
     def withdraw(self) -> list[Delivery]:
         taken = []
@@ -202,6 +204,7 @@ class ThreadRunner:
         if self._overruns.report(deliveries, f"task {task.get_name()}"):
             self._stubborn.add(task)
             self._fill()
+            self.made_room()
 
     def _event_of(self, delivery: Any) -> Event | None:
         event: Event | None = delivery.event
