@@ -7,6 +7,7 @@ event, what has not started is back in the engine, and the lane can be claimed f
 from __future__ import annotations
 
 from eventbus.consuming.holdings import Holdings
+from eventbus.consuming.idempotency import execution_of
 from eventbus.consuming.queues import QueueState
 from eventbus.transport import DONE, ConsumerEngine, Delivery, Lease
 
@@ -24,16 +25,24 @@ class Detachment:
         lease = self._lease
         self._withdraw()
         running = dict(lease.offered)
+        executed, lease.executed = lease.executed, []
         lease.unfinished += 1  # what ends meanwhile must not make it look finished
         try:
             numbers = await engine.detach(lease, list(running))
+        except BaseException:
+            lease.executed += executed
+            raise
         finally:
             lease.unfinished -= 1
+        late, lease.executed = lease.executed, executed  # what ended meanwhile is not settled yet
         if numbers is None:
             self._holdings.forget(lease)
             return False
         verdicts = dict(lease.verdicts)
         moved = [self._move(delivery, numbers.get(seq, 0)) for seq, delivery in running.items()]
+        for delivery in moved:
+            if delivery.event is not None and (execution := execution_of(delivery.event)) in late:
+                delivery.lease.executed.append(execution)
         self._holdings.exchange(lease, (delivery.lease for delivery in moved if not delivery.lease.dropped))
         for delivery in moved:
             if delivery.seq in lease.done:
