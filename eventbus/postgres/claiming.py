@@ -218,7 +218,7 @@ class PostgresConsumer:
         except BaseException:
             lease.done, lease.verdicts = done + lease.done, verdicts + lease.verdicts
             raise
-        return {seq: exception_id or 0 for seq, exception_id in rows} if rows else None
+        return {seq: exception_id or 0 for seq, exception_id in rows if seq is not None} if rows else None
 
     async def release_unknown(self, known: Collection[Lease], *, thorough: bool) -> int:
         if thorough:

@@ -4,6 +4,9 @@
 -- letters of a key holds the lock of its lane before it reads them, and reads in a new statement; otherwise a row stays
 -- parked behind nothing.
 
+-- What is under way of a key, however many are parked behind it.
+CREATE INDEX exceptions_front ON {schema}.exceptions (queue_id, lane, key) WHERE key IS NOT NULL AND state <> 'parked';
+
 CREATE FUNCTION {schema}.is_ordered(p_queue integer, p_lane integer) RETURNS boolean
 LANGUAGE sql STABLE
 BEGIN ATOMIC
@@ -25,7 +28,8 @@ BEGIN
 END
 $body$;
 
--- Lets the first parked event of each key run, where nothing of the key is under way and no dead letter blocks it.
+-- Lets the first parked event of each key run, where nothing of the key is under way and no dead letter blocks it. Where
+-- more than one is not parked, because one was redriven while a claim had another, all but the first are parked.
 CREATE FUNCTION {schema}.advance_keys(p_queue integer, p_lane integer, p_keys text[]) RETURNS integer
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_memoize = off
@@ -33,6 +37,15 @@ SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     v_count integer;
 BEGIN
+    UPDATE {schema}.exceptions e SET state = 'parked'
+    WHERE e.state = 'waiting' AND e.id = ANY (ARRAY(
+        SELECT f.id FROM (SELECT DISTINCT k.key FROM unnest(p_keys) AS k (key) WHERE k.key IS NOT NULL) k
+        CROSS JOIN LATERAL (
+            SELECT x.id, x.state,
+                   row_number() OVER (ORDER BY x.state, x.seq) AS place  -- claimed before waiting
+            FROM {schema}.exceptions x
+            WHERE x.queue_id = p_queue AND x.lane = p_lane AND x.key = k.key AND x.state <> 'parked') f
+        WHERE f.place > 1 AND f.state = 'waiting'));
     UPDATE {schema}.exceptions e SET state = 'waiting', due_at = clock_timestamp()
     WHERE e.id = ANY (ARRAY(
         SELECT f.id FROM (SELECT DISTINCT k.key FROM unnest(p_keys) AS k (key) WHERE k.key IS NOT NULL) k
@@ -256,8 +269,36 @@ BEGIN
 END
 $body$;
 
--- Ends the oldest layout of a queue that has a newer one, if nothing of it waits or is claimed: what left its happy
--- path moves to the lanes of the next layout. True when it is gone.
+-- Whether something of the lanes below p_upto waits in line or is in a claim; p_from: the first that may have something
+-- in line.
+CREATE FUNCTION {schema}.has_line(p_queue integer, p_from integer, p_upto integer) RETURNS boolean
+LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+SET plan_cache_mode = force_generic_plan AS $body$
+BEGIN
+    RETURN EXISTS (
+        SELECT 1 FROM generate_series(p_from, p_upto - 1) AS g (lane)
+        WHERE coalesce((SELECT d.seq FROM {schema}.deliveries d WHERE d.queue_id = p_queue AND d.lane = g.lane
+                        ORDER BY d.seq DESC LIMIT 1), 0)
+            > coalesce((SELECT c.hi FROM {schema}.claims c WHERE c.queue_id = p_queue AND c.lane = g.lane
+                        ORDER BY c.lo DESC LIMIT 1), 0)
+    ) OR EXISTS (
+        SELECT 1 FROM {schema}.workers w
+        CROSS JOIN LATERAL (
+            SELECT c.id FROM {schema}.claims c
+            WHERE c.worker_id = w.id AND c.id >= w.open_from AND c.queue_id = p_queue AND c.lane < p_upto
+              AND NOT EXISTS (SELECT 1 FROM {schema}.settlements s WHERE s.claim_id = c.id) OFFSET 0) c
+        WHERE w.state = 'live');
+END
+$body$;
+
+-- Ends the oldest layout of a queue that has a newer one, if nothing of it waits in line or is in a claim: what left its
+-- happy path moves to the lanes of the next layout. True when it is gone.
+--
+-- It looks without locks first, because every claim of a queue with two layouts asks. Then it locks all whom it could
+-- surprise: by the tick lock those who give something back to a lane (redrive), by the lane locks those who claim and
+-- who change keys, and by the rows those who take released ranges apart and who settle. An exception that a worker holds
+-- does not get a key: who settles it has not locked the lane.
 CREATE FUNCTION {schema}.retire_layout(p_queue integer) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $body$
 DECLARE
@@ -265,9 +306,11 @@ DECLARE
     n {schema}.layouts%ROWTYPE;
     v_lane integer;
 BEGIN
-    SELECT * INTO STRICT l FROM {schema}.layouts x WHERE x.queue_id = p_queue ORDER BY x.lane_from LIMIT 1;
+    SELECT * INTO l FROM {schema}.layouts x WHERE x.queue_id = p_queue ORDER BY x.lane_from LIMIT 1;
     SELECT * INTO n FROM {schema}.layouts x WHERE x.queue_id = p_queue ORDER BY x.lane_from LIMIT 1 OFFSET 1;
-    IF n.queue_id IS NULL THEN
+    IF n.queue_id IS NULL OR {schema}.has_line(p_queue, l.lane_from, n.lane_from)
+       OR {schema}.would_get_keys(p_queue, l.kind, n.kind, n.lane_from)
+       OR NOT pg_try_advisory_xact_lock({schema}.lock_key('tick')) THEN
         RETURN false;
     END IF;
     FOR v_lane IN l.lane_from .. n.lane_from + n.lanes - 1 LOOP
@@ -275,16 +318,12 @@ BEGIN
             RETURN false;
         END IF;
     END LOOP;
-    PERFORM 1 FROM generate_series(l.lane_from, l.lane_from + l.lanes - 1) AS g (lane)
-    WHERE coalesce((SELECT d.seq FROM {schema}.deliveries d WHERE d.queue_id = p_queue AND d.lane = g.lane
-                    ORDER BY d.seq DESC LIMIT 1), 0)
-        > coalesce((SELECT c.hi FROM {schema}.claims c WHERE c.queue_id = p_queue AND c.lane = g.lane
-                    ORDER BY c.lo DESC LIMIT 1), 0);
-    IF FOUND OR EXISTS (
-        SELECT 1 FROM {schema}.workers w JOIN {schema}.claims c ON c.worker_id = w.id AND c.id >= w.open_from
-        WHERE w.state = 'live' AND c.queue_id = p_queue AND c.lane < n.lane_from
-          AND NOT EXISTS (SELECT 1 FROM {schema}.settlements s WHERE s.claim_id = c.id))
-    THEN
+    PERFORM 1 FROM {schema}.layouts x WHERE x.queue_id = p_queue AND x.lane_from = l.lane_from;
+    IF NOT FOUND OR {schema}.has_line(p_queue, l.lane_from, n.lane_from) THEN
+        RETURN false;
+    END IF;
+    PERFORM 1 FROM {schema}.exceptions e WHERE e.queue_id = p_queue AND e.lane < n.lane_from ORDER BY e.id FOR UPDATE;
+    IF {schema}.would_get_keys(p_queue, l.kind, n.kind, n.lane_from) THEN
         RETURN false;
     END IF;
     INSERT INTO {schema}.exceptions (due_at, seq, outbox_id, queue_id, lane, replay_id)
@@ -296,8 +335,9 @@ BEGIN
     DELETE FROM {schema}.exceptions e
     WHERE e.queue_id = p_queue AND e.lane < n.lane_from AND e.range_hi IS NOT NULL;
     UPDATE {schema}.exceptions e SET
-        lane = n.lane_from + {schema}.lane_of(n.kind, n.lanes, o.key, coalesce(o.priority, 0), e.outbox_id),
-        key = CASE WHEN n.kind = 'ordered' THEN o.key END,
+        lane = n.lane_from + {schema}.lane_of(n.kind, n.lanes, coalesce(o.key, x.key), coalesce(o.priority, 0),
+                                              e.outbox_id),
+        key = CASE WHEN n.kind = 'ordered' THEN coalesce(o.key, x.key) END,
         state = CASE WHEN e.state = 'parked' AND n.kind <> 'ordered' THEN 'waiting' ELSE e.state END
     FROM {schema}.exceptions x LEFT JOIN {schema}.outbox o ON o.id = x.outbox_id
     WHERE x.id = e.id AND e.queue_id = p_queue AND e.lane < n.lane_from;
@@ -307,15 +347,27 @@ BEGIN
     FROM {schema}.dead_letters x LEFT JOIN {schema}.outbox o ON o.id = x.outbox_id
     WHERE x.id = d.id AND d.queue_id = p_queue AND d.lane < n.lane_from;
     DELETE FROM {schema}.layouts x WHERE x.queue_id = p_queue AND x.lane_from = l.lane_from;
-    FOR v_lane IN n.lane_from .. n.lane_from + n.lanes - 1 LOOP
-        PERFORM {schema}.settle_order(p_queue, v_lane);
-    END LOOP;
+    IF n.kind = 'ordered' THEN
+        FOR v_lane IN n.lane_from .. n.lane_from + n.lanes - 1 LOOP
+            PERFORM {schema}.settle_order(p_queue, v_lane);
+        END LOOP;
+    END IF;
     RETURN true;
 END
 $body$;
 
+-- Whether exceptions that workers hold would get a key by a change of layouts.
+CREATE FUNCTION {schema}.would_get_keys(p_queue integer, p_from text, p_to text, p_upto integer) RETURNS boolean
+LANGUAGE sql STABLE SET enable_seqscan = off
+BEGIN ATOMIC
+    SELECT p_from <> 'ordered' AND p_to = 'ordered' AND EXISTS (
+        SELECT 1 FROM {schema}.workers w
+        JOIN {schema}.exceptions e ON e.worker_id = w.id AND e.state = 'claimed'
+        WHERE e.queue_id = p_queue AND e.lane < p_upto);
+END;
+
 -- Brings the exceptions of a lane into the order of their keys after they came from elsewhere: of each key one at most
--- is not parked.
+-- is not parked, and not before an earlier one.
 CREATE FUNCTION {schema}.settle_order(p_queue integer, p_lane integer) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $body$
 BEGIN
@@ -324,9 +376,9 @@ BEGIN
       AND EXISTS (
         SELECT 1 FROM {schema}.exceptions x
         WHERE x.queue_id = p_queue AND x.lane = p_lane AND x.key = e.key AND x.id <> e.id
-          AND (x.seq < e.seq OR x.state = 'claimed'));
+          AND ((x.seq, x.id) < (e.seq, e.id) OR x.state = 'claimed'));
     PERFORM {schema}.advance_keys(p_queue, p_lane, ARRAY(
         SELECT DISTINCT e.key FROM {schema}.exceptions e
-        WHERE e.queue_id = p_queue AND e.lane = p_lane AND e.state = 'parked'));
+        WHERE e.queue_id = p_queue AND e.lane = p_lane AND e.key IS NOT NULL AND e.state = 'parked'));
 END
 $body$;

@@ -158,7 +158,8 @@ $body$;
 -- Settles a claim of an ordered lane before all of its deliveries are finished, so that the lane goes on: those of
 -- p_held, which are running, become exceptions that this worker holds under the same token, one row each; what neither
 -- has an outcome nor is held comes back as never started. exception_id is null for one that has committed meanwhile.
--- No row for p_held at all: the claim was taken over, and nothing was written. A repeated call gives the same answer.
+-- The first row is empty; without it the claim was taken over, and nothing was written. A repeated call gives the same
+-- answer.
 CREATE FUNCTION {schema}.detach(p_claim bigint, p_token uuid, p_done bigint[], p_outcomes json, p_held bigint[])
 RETURNS TABLE (seq bigint, exception_id bigint)
 LANGUAGE plpgsql VOLATILE
@@ -207,10 +208,11 @@ BEGIN
         )
         SELECT array_agg(DISTINCT m.key) INTO v_keys FROM moved m WHERE m.key IS NOT NULL;
         PERFORM {schema}.advance_keys(c.queue_id, c.lane, v_keys) WHERE v_keys IS NOT NULL;
-        PERFORM pg_notify('{name}.work', c.queue_id::text) WHERE pg_notification_queue_usage() < 0.5;
+        PERFORM pg_notify('{name}.work', '*') WHERE pg_notification_queue_usage() < 0.5;
     ELSIF (SELECT s.kind FROM {schema}.settlements s WHERE s.claim_id = c.id) <> 'settled' THEN
         RETURN;
     END IF;
+    RETURN NEXT;
     RETURN QUERY
         SELECT h.seq, (SELECT e.id FROM {schema}.exceptions e
                        WHERE e.worker_id = c.worker_id AND e.state = 'claimed' AND e.token = c.token
@@ -268,7 +270,8 @@ BEGIN
     WHERE r.id = ANY (v_held);
     v_lanes := {schema}.lanes_of_keys(v_held);
     UPDATE {schema}.exceptions e SET
-        state = CASE WHEN r.outcome = 'parked' AND e.key IS NOT NULL THEN 'parked' ELSE 'waiting' END,
+        state = CASE
+            WHEN e.key IS NOT NULL AND r.outcome IN ('released', 'parked') THEN 'parked' ELSE 'waiting' END,
         token = NULL, worker_id = NULL,
         due_at = clock_timestamp() + make_interval(secs => coalesce(r.delay, 0)),
         attempts = e.attempts + CASE WHEN r.outcome IN ('retry', 'dead') THEN 1 ELSE 0 END,

@@ -33,13 +33,18 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One claimed range and its events as ``claim`` returned them."""
+    """One claimed range and its events as ``claim`` returned them. Of what was parked there is nothing."""
 
     id: int
     token: UUID
     queue_id: int
     seqs: Sequence[int]
     event_ids: Sequence[str | None]
+    lane: int = 0
+    payloads: Sequence[Any] = ()
+    """What the events say, decoded."""
+    keys: Sequence[str | None] = ()
+    twins: Sequence[str | None] = ()
 
     @property
     def lo(self) -> int:
@@ -51,16 +56,24 @@ class Claim:
         """Last delivery of the range."""
         return self.seqs[-1]
 
+    def seq(self, payload: object) -> int:
+        """Number of the first delivery that says this."""
+        return self.seqs[list(self.payloads).index(payload)]
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One exception that ``claim_due`` gave us."""
+    """One exception that ``claim_due`` gave us, or that ``detach`` left us."""
 
     id: int
     token: UUID
-    attempts: int
-    crashes: int
-    event_id: str | None
+    attempts: int = 0
+    crashes: int = 0
+    event_id: str | None = None
+    payload: Any = None
+    key: str | None = None
+    twin: str | None = None
+    redriven: bool = False
 
 
 class Engine:
@@ -103,9 +116,33 @@ class Engine:
         wanted = [{"name": name, "patterns": [pattern]} for name, pattern in patterns.items()]
         return dict(self.rows("SELECT name, id FROM {bus}.declare_queues(%s)", json.dumps(wanted)))
 
-    def publish(self, topic: str = "orders.created", payload: str = "{}", key: str | None = None) -> str:
+    def declare_queue(self, name: str, pattern: str = "#", **options: object) -> int:
+        """Declare one queue with the options of ``declare_queues``; its number."""
+        wanted = [{"name": name, "patterns": [pattern]} | options]
+        [(_, number)] = self.rows("SELECT name, id FROM {bus}.declare_queues(%s)", json.dumps(wanted))
+        return int(number)
+
+    def publish(
+        self, topic: str = "orders.created", payload: str = "{}", key: str | None = None, **options: object
+    ) -> str:
         """Publish one event in the transaction that is open, or in its own."""
-        return str(self.value("SELECT {bus}.publish(%s, %s::json, %s)", topic, payload, key))
+        named = "".join(f", {name} => %s" for name in options)
+        return str(
+            self.value(f"SELECT {{bus}}.publish(%s, %s::json, %s{named})", topic, payload, key, *options.values())
+        )
+
+    def publish_keyed(self, *labels: str, topic: str = "orders.created") -> None:
+        """Publish an event for each label, in this order: its payload is the label, its key what comes before a digit.
+
+        A label without letters is an event without a key.
+        """
+        self.rows(
+            "INSERT INTO {bus}.outbox (event_id, topic, payload, size, key)"
+            " SELECT gen_random_uuid(), %s, to_json(u.label), 2, nullif(regexp_replace(u.label, '[0-9]+$', ''), '')"
+            " FROM unnest(%s::text[]) WITH ORDINALITY AS u (label, n) ORDER BY u.n",
+            topic,
+            list(labels),
+        )
 
     def publish_many(self, count: int, topic: str = "orders.created", size: int = 2) -> None:
         """Publish ``count`` events by one statement."""
@@ -174,38 +211,40 @@ class Engine:
         return row[0], row[1]
 
     def claim(self, worker: UUID, queue_id: int, limit: int = 100, max_bytes: int = 8 * MEBIBYTE) -> Claim | None:
-        """Claim the next range of one queue."""
+        """Claim the next range of one queue; of one with many lanes, the first that is given."""
         claims, _ = self.claim_any(worker, {queue_id: limit}, max_bytes)
         return claims[0] if claims else None
 
-    def claimed(self, worker: UUID, queue_id: int, limit: int = 100) -> Claim:
+    def claimed(self, worker: UUID, queue_id: int, limit: int = 100, turn: int = 0) -> Claim:
         """Claim the next range of one queue that has one."""
-        claim = self.claim(worker, queue_id, limit)
-        assert claim is not None
-        return claim
+        claims, _ = self.claim_any(worker, {queue_id: limit}, turn=turn)
+        assert claims
+        return claims[0]
 
     def claim_any(
-        self, worker: UUID, limits: Mapping[int, int], max_bytes: int = 8 * MEBIBYTE
+        self, worker: UUID, limits: Mapping[int, int], max_bytes: int = 8 * MEBIBYTE, turn: int = 0
     ) -> tuple[list[Claim], dict[int, int | None]]:
-        """Claim from several queues; also what is said of queues that have more: the newest seq, none when busy."""
+        """Claim from several queues; also what is said of queues that have more.
+
+        That is the newest seq, none when another one is claiming, and 0 when the rest waits for an open claim.
+        """
         token = uuid4()
         rows = self.rows(
-            "SELECT claim_id, queue_id, seq, event_id FROM {bus}.claim(%s, %s, %s::integer[], %s::integer[], %s)",
+            "SELECT claim_id, queue_id, seq, event_id, lane, payload, key, twin"
+            " FROM {bus}.claim(%s, %s, %s::integer[], %s::integer[], %s, %s)",
             worker,
             token,
             list(limits),
             list(limits.values()),
             max_bytes,
+            turn,
         )
         found: dict[int, list[Row]] = {}
         for row in rows:
             if row[0] is not None:
                 found.setdefault(row[0], []).append(row)
-        claims = [
-            Claim(claim_id, token, mine[0][1], [row[2] for row in mine], [row[3] for row in mine])
-            for claim_id, mine in found.items()
-        ]
-        return claims, {queue_id: seq for claim_id, queue_id, seq, _ in rows if claim_id is None}
+        claims = [_claim(token, mine) for mine in found.values()]
+        return claims, {row[1]: row[2] for row in rows if row[0] is None}
 
     def settle(self, *claims: Claim, outcomes: Mapping[int, Sequence[Mapping[str, Any]]] | None = None) -> set[int]:
         """Settle whole claims; the ids of those that are settled now."""
@@ -233,31 +272,67 @@ class Engine:
             )
         )
 
+    def detach(
+        self,
+        claim: Claim,
+        held: Sequence[int],
+        done: Sequence[int] = (),
+        outcomes: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[int, Held | None] | None:
+        """Settle a claim while some of it runs: what is held of it now, by seq; nothing at all if it was lost."""
+        rows = self.rows(
+            "SELECT seq, exception_id FROM {bus}.detach(%s, %s, %s::bigint[], %s, %s::bigint[])",
+            claim.id,
+            claim.token,
+            list(done),
+            json.dumps(outcomes),
+            list(held),
+        )
+        if not rows:
+            return None
+        return {seq: None if number is None else Held(number, claim.token) for seq, number in rows if seq is not None}
+
     def claim_due(
-        self, worker: UUID, queue_id: int, limit: int = 100, max_bytes: int = 8 * MEBIBYTE, *, alone: bool = False
+        self,
+        worker: UUID,
+        queue_id: int,
+        limit: int = 100,
+        max_bytes: int = 8 * MEBIBYTE,
+        *,
+        alone: bool = False,
+        turn: int = 0,
     ) -> list[Held]:
         """Claim exceptions of one queue that are due."""
         token = uuid4()
         rows = self.rows(
-            "SELECT exception_id, attempts, crashes, event_id"
-            " FROM {bus}.claim_due(%s, %s, ARRAY[%s], ARRAY[%s], ARRAY['-infinity'::timestamptz], %s, %s)",
+            "SELECT exception_id, attempts, crashes, event_id, payload, key, twin, redriven"
+            " FROM {bus}.claim_due(%s, %s, ARRAY[%s], ARRAY[%s], ARRAY['-infinity'::timestamptz], %s, %s, %s)",
             worker,
             token,
             queue_id,
             limit,
             max_bytes,
             alone,
+            turn,
         )
-        return [Held(row[0], token, *row[1:]) for row in rows if row[0] is not None]
+        return [
+            Held(number, token, attempts, crashes, event_id, _decoded(payload), *rest)
+            for number, attempts, crashes, event_id, payload, *rest in rows
+            if number is not None
+        ]
 
     def settle_due(self, held: Sequence[Held], outcome: str, **fields: Any) -> set[int]:
         """Settle exceptions, all alike; the ids of those that were still ours."""
+        return self.settle_each([(one, outcome) for one in held], **fields)
+
+    def settle_each(self, held: Sequence[tuple[Held, str]], **fields: Any) -> set[int]:
+        """Settle exceptions by one call, each with its outcome; the ids of those that were still ours."""
         return set(
             self.column(
                 "SELECT settle_exceptions FROM {bus}.settle_exceptions(%s::bigint[], %s::uuid[], %s)",
-                [one.id for one in held],
-                [one.token for one in held],
-                json.dumps([{"id": one.id, "outcome": outcome} | fields for one in held]),
+                [one.id for one, _ in held],
+                [one.token for one, _ in held],
+                json.dumps([{"id": one.id, "outcome": outcome} | fields for one, outcome in held]),
             )
         )
 
@@ -273,3 +348,15 @@ class Engine:
             )
         [row] = self.rows("SELECT workers, deliveries FROM {bus}.take_over(%s, %s, %s)", worker, lease, max_crashes)
         return row[0], row[1]
+
+
+def _claim(token: UUID, rows: Sequence[Row]) -> Claim:
+    claim_id, queue_id, seqs, event_ids, lanes, payloads, keys, twins = zip(*rows, strict=True)
+    return Claim(
+        claim_id[0], token, queue_id[0], list(seqs), list(event_ids), lanes[0], list(map(_decoded, payloads)),
+        list(keys), list(twins),
+    )  # fmt: skip
+
+
+def _decoded(payload: str | None) -> Any:
+    return None if payload is None else json.loads(payload)
