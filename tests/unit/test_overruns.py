@@ -95,7 +95,26 @@ async def test_the_event_of_a_hanging_handler_has_no_verdict_before_it_ends_and_
     assert "longer than its timeout of 0.05 s" in verdict.error["message"]
     slots.offer(deliveries(3)[1:])
     await finish.wait_for(5)
-    assert slots.running == 0
+    assert (slots.running, replaced(slots)) == (0, 0)
+    slots.close()
+
+
+def replaced(slots: Any) -> int:
+    """How many slots the runner believes to be replaced."""
+    count: int = slots._overruns.replaced
+    return count
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "returned"])
+async def test_a_slot_that_is_replaced_is_news_for_the_consumer_so_that_it_claims_more_at_once(kind: str) -> None:
+    hanging, finish, news = Hanging(2), Finished(), asyncio.Event()
+    slots = runner(getattr(hanging, kind), 1, finish, timeout=0.05)
+    slots.made_room = news.set
+    slots.offer(deliveries(1))
+    async with asyncio.timeout(5):
+        await news.wait()
+    hanging.free.set()
+    await finish.wait_for(1)
     slots.close()
 
 
