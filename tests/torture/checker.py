@@ -89,6 +89,8 @@ def executions(evidence: Evidence) -> Iterator[str]:
         event_id: at for (queue, event_id), at in evidence.tables.processed.items() if queue == evidence.kind.queue
     }
     for event_id, runs in evidence.by_event_id.items():
+        if evidence.kind.tracking == "transactional":
+            break  # twins may both run: only one of them commits
         yield from (f"{run} again after {first}" for first, run in _again(evidence, runs))
         yield from (f"{run} beside {other}" for other, run in evidence.overlaps(runs))
         at = completed.get(event_id) or FOREVER

@@ -19,7 +19,7 @@ import psycopg
 from eventbus import DeadLetter, Discard, Event, Retry, RetryPolicy, subscribe
 from tests.torture.history import Journal
 from tests.torture.kinds import EVERYBODY, MAX_ATTEMPTS, Kind, chosen
-from tests.torture.plan import Step, step
+from tests.torture.plan import SUCCESSES, Step, step
 
 EFFECT = "INSERT INTO torture_effects (queue, token, event_id) VALUES (%s, %s, %s)"
 
@@ -101,7 +101,9 @@ def in_thread(kind: Kind) -> Callable[..., Any]:
 
 
 def in_batches(kind: Kind) -> Callable[..., Any]:
-    """A handler of batches; it fails as a whole when one of several events spoils them all."""
+    """A handler of batches. It fails as a whole when one of several events spoils them all, and its transaction fails
+    as a whole when one of them is not done: then they run again one by one, in the same attempt.
+    """
 
     async def handle(events: Sequence[Event], conn: psycopg.AsyncConnection | None) -> list[Any]:
         started = [calls.start(kind, event) for event in events]
@@ -112,12 +114,15 @@ def in_batches(kind: Kind) -> Callable[..., Any]:
                     await conn.execute(EFFECT, _effect(kind, event))
         except BaseException as problem:
             for _, number in started:
-                calls.end(number, _what_broke(problem))
+                calls.end(number, _what_broke(problem) if len(events) == 1 else "batch")
             raise
-        spoiled = len(events) > 1 and any(plan.spoils_batch for plan, _ in started)
+        one_for_all = kind.tracking == "transactional"
+        spoiled = len(events) > 1 and any(
+            plan.spoils_batch or (one_for_all and plan.told not in SUCCESSES) for plan, _ in started
+        )
         for plan, number in started:
             calls.end(number, "batch" if spoiled else plan.told)
-        if spoiled:
+        if spoiled and not one_for_all:
             raise Planned
         return [Planned() if plan.told == "raise" else tell(plan) for plan, _ in started]
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psycopg
 
@@ -100,7 +99,7 @@ class Publisher:
         published_at = time.time_ns()
         self._outbox.publish_event(
             topic, {"token": token}, key=key, headers=headers, delay=delay, event_id=event_id,
-            conn=connection, **self._priority(),
+            priority=chance.choice((0, 0, 0, 5, 9)), conn=connection,
         )  # fmt: skip
         payload, sent_headers = f'{{"token":"{token}"}}', f'{{"x-token":"{token}"}}' if headers else None
         row = (token, str(event_id), topic, key, payload, sent_headers, delay is not None, transaction, place)
@@ -110,9 +109,6 @@ class Publisher:
         return self._chance.choices(
             (None, HOT_KEY, f"key {self._chance.randrange(KEYS)}", f"few {self._chance.randrange(10)}"), (20, 3, 70, 7)
         )[0]
-
-    def _priority(self) -> dict[str, Any]:
-        return {}
 
 
 def _undo(wanted: bool) -> None:

@@ -186,6 +186,23 @@ class Puppet:
         self.start(part)
         return self.end(part, told)
 
+    def commit(self, part: Part) -> bool:
+        """What a transactional handler has done is committed with its completion; false when that was refused."""
+        kind, queue = self._theatre.kind, self._theatre.queue_id
+        try:
+            with self._theatre.connection.transaction():
+                self._theatre.connection.execute(
+                    "INSERT INTO torture_effects VALUES (%s, %s, %s)", (kind.queue, part.token, part.event_id)
+                )
+                self._theatre.rows("SELECT set_config('eventbus.delivery', 'mark', true)")
+                self._theatre.rows(
+                    "SELECT eventbus.complete('mark', %s, %s::uuid[], %s, '{}', '{}', %s, %s::uuid[], '{0}')",
+                    [part.holder], [part.lease], [part.seq], queue, [part.event_id],
+                )  # fmt: skip
+        except psycopg.Error:
+            return False
+        return True
+
     def settle(self, parts: Sequence[Part], outcomes: Sequence[dict[str, Any]], lease: str | None = None) -> bool:
         """Settle a claim; false when it was lost."""
         written = [outcome for outcome in outcomes if outcome["outcome"] != "done"]

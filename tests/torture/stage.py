@@ -47,6 +47,7 @@ class Stage:
         self._plan = plan
         self._workers = Workers(dsn, folder, plan.kinds, "faults")
         self._connection = psycopg.connect(dsn, autocommit=True)
+        self._counters = Counters(plan.events)
         self.history = History()
 
     def play(self) -> None:
@@ -85,6 +86,7 @@ class Stage:
 
     def close(self) -> None:
         """Kill what still runs."""
+        self._counters.left = 0
         self._workers.close()
         self._connection.close()
 
@@ -95,12 +97,12 @@ class Stage:
 
     def _publish(self) -> list[threading.Thread]:
         plan = self._plan
-        counters = Counters(plan.events)
         outbox = Outbox(PublishStatements("eventbus"), load({}, environment={}, folder=self._folder))
         pause = 3 * PUBLISHERS * plan.seconds / plan.events
         threads = [
             threading.Thread(
-                target=Publisher(self._dsn, outbox, plan.kinds, number, self._folder).run, args=(counters, pause)
+                target=Publisher(self._dsn, outbox, plan.kinds, number, self._folder).run,
+                args=(self._counters, pause),
             )
             for number in range(PUBLISHERS)
         ]

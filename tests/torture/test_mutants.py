@@ -16,7 +16,9 @@ import pytest
 from tests.torture.kinds import Kind, chosen
 from tests.torture.puppets import Theatre
 
-PLAIN, IDEMPOTENT, PARKING = (chosen(name)[0] for name in ("plain-async", "idempotent", "parking"))
+PLAIN, IDEMPOTENT, TRANSACTIONAL, PARKING = (
+    chosen(name)[0] for name in ("plain-async", "idempotent", "transactional-sync", "parking")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,30 @@ def twin_while_the_other_runs(theatre: Theatre) -> None:
     theirs = other.claim(1)
     other.settle(theirs, [other.run(theirs[0])])
     one.settle(mine, [one.end(mine[0])])
+    other.finish()
+
+
+def zombie_commits_what_its_heir_gave_up(theatre: Theatre) -> None:
+    theatre.publish(None, told="dead")
+    theatre.relay()
+    zombie, heir = theatre.puppet(), theatre.puppet()
+    parts = zombie.claim()
+    zombie.start(parts[0])
+    zombie.beat(parts)
+    heir.take_over()
+    heir.finish()
+    zombie.end(parts[0])
+    zombie.commit(parts[0])
+
+
+def twins_commit(theatre: Theatre) -> None:
+    twins(theatre)
+    theatre.relay()
+    one, other = theatre.puppet(), theatre.puppet()
+    mine, theirs = one.claim(1), other.claim(1)
+    for puppet, parts in ((one, mine), (other, theirs)):
+        done = puppet.run(parts[0])
+        puppet.settle(parts, [done if puppet.commit(parts[0]) else done | {"outcome": "deferred"}])
     other.finish()
 
 
@@ -199,6 +225,13 @@ MUTANTS = (
     )),
     Mutant("an execution that runs is not asked for", 4, IDEMPOTENT, twin_while_the_other_runs, (
         ("twin_of", "(p_owner <> p_outbox_id)", "false"),
+    )),
+    Mutant("a transaction commits without its claim", 5, TRANSACTIONAL, zombie_commits_what_its_heir_gave_up, (
+        ("complete", "ORDER BY c.id, u.seq",
+         "ORDER BY c.id, u.seq ON CONFLICT (claim_id, seq) DO UPDATE SET outcome = 'done'"),
+    )),
+    Mutant("two twins commit", 5, TRANSACTIONAL, twins_commit, (
+        ("complete", "WHERE p.completed_at IS NULL", "WHERE true"),
     )),
     Mutant("take-over forgets what was recorded", 3, PLAIN, take_over_after_progress, (
         ("give_back", "ON CONFLICT DO NOTHING\n        RETURNING seq",

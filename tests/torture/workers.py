@@ -82,7 +82,8 @@ class Workers:
             assert process.poll() is None, f"a worker ended by itself:\n{log.read_text()[-4000:]}"
         for process, log in [*self._stopping.items()]:
             if process.poll() is not None:
-                assert process.returncode == 0, f"a worker did not stop well:\n{log.read_text()[-4000:]}"
+                problem = f"a worker did not stop well: {process.returncode}\n{log.read_text()[-4000:]}"
+                assert process.returncode in (0, -signal.SIGTERM), problem  # the signal, if it came at the very start
                 del self._stopping[process]
 
     def hurt(self) -> None:
