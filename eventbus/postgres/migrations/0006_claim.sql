@@ -454,6 +454,10 @@ BEGIN
                         SELECT e.id FROM {schema}.exceptions e
                         WHERE e.queue_id = p_queue AND e.lane = v_lane AND e.key = v_row.key AND e.seq > v_row.seq
                           AND e.state = 'parked' AND NOT e.alone
+                          AND NOT EXISTS (
+                            SELECT 1 FROM {schema}.dead_letters l
+                            WHERE l.queue_id = p_queue AND l.lane = v_lane AND l.key = v_row.key AND l.blocks
+                              AND l.seq < e.seq OFFSET 0)
                         ORDER BY e.seq LIMIT v_left - 1);
                 ELSE
                     v_ids := v_ids || v_row.id;
