@@ -512,6 +512,83 @@ async def test_hnd_07_handlers_that_outlast_their_timeout_give_their_slots_back(
     assert {letter.attempts for letter in letters(scene, "limited", stuck)} == {1}
 
 
+@one_server
+@pytest.mark.parametrize("kind", ["thread", "task"])
+async def test_hnd_07_handlers_that_cannot_be_stopped_cost_no_capacity_and_run_no_event_twice(
+    scene: Scene, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare(scene, "hangs")
+    runs: Counter[str] = Counter()
+    free = threading.Event()
+
+    def in_a_thread(event: Event) -> None:
+        runs[event.payload] += 1
+        if event.payload.startswith("bad"):
+            assert free.wait(30)
+
+    async def on_the_loop(event: Event) -> None:
+        runs[event.payload] += 1
+        while event.payload.startswith("bad") and not free.is_set():
+            try:
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                continue
+
+    handler: Callable[..., Any] = in_a_thread if kind == "thread" else on_the_loop
+    once = RetryPolicy(max_attempts=1)
+    scene.bus.subscribe("#", name="hangs", timeout=0.2, retry=once, concurrency=4)(handler)
+    bad = [f"bad {number}" for number in range(30 if kind == "thread" else 10)]
+    good = [f"good {number}" for number in range(10)]
+    stuck = scene.publish("a", *bad)
+    scene.publish("a", *good)
+    running = asyncio.create_task(consume(scene))
+
+    def wait_for_the_good() -> None:
+        for _ in until(lambda: all(runs[name] for name in good) and reports(caplog) == len(bad), timeout=25):
+            time.sleep(0.005)
+
+    await asyncio.to_thread(wait_for_the_good)
+    assert scene.check.dead("hangs") == {}, "a handler that goes on keeps its event"
+    free.set()
+    await running
+    assert set(scene.check.dead("hangs")) == set(stuck)
+    assert runs == dict.fromkeys([*bad, *good], 1)
+
+
+def reports(caplog: pytest.LogCaptureFixture) -> int:
+    """How many handlers were reported to go on after their timeout."""
+    return sum("goes on after its timeout" in record.getMessage() for record in list(caplog.records))
+
+
+@one_server
+@pytest.mark.parametrize("kind", ["thread", "task"])
+async def test_a_handler_of_batches_handles_every_event_and_a_bad_one_fails_alone(scene: Scene, kind: str) -> None:
+    prepare(scene, "batches")
+    sizes: list[int] = []
+    handled: Counter[int] = Counter()
+
+    def in_a_thread(numbers: list[int], events: list[Event]) -> None:
+        sizes.append(len(numbers))
+        assert [event.payload for event in events] == numbers
+        if 7 in numbers:
+            raise ValueError("bad")
+        handled.update(numbers)
+
+    async def on_the_loop(numbers: list[int], events: list[Event]) -> None:
+        in_a_thread(numbers, events)
+
+    handler: Callable[..., Any] = in_a_thread if kind == "thread" else on_the_loop
+    once = RetryPolicy(max_attempts=1)
+    scene.bus.subscribe("#", name="batches", batch=20, batch_wait=0.05, retry=once, concurrency=2)(handler)
+    ids = scene.publish("a", *range(95), "no number")
+    await consume(scene)
+    assert handled == Counter({number: 1 for number in range(95) if number != 7})
+    assert max(sizes) == 20
+    [bad, mismatch] = letters(scene, "batches", [ids[7], ids[95]])
+    assert (bad.attempts, bad.reason) == (1, "gave up after 1 attempt")
+    assert mismatch.reason == "payload mismatch"
+
+
 def until(condition: Callable[[], bool], timeout: float = 15.0) -> Iterator[None]:
     """Go round until the condition holds; fail after the time-out."""
     deadline = time.monotonic() + timeout
