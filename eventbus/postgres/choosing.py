@@ -43,6 +43,16 @@ class Period:
         return since, until
 
 
+def check_text(name: str, text: str | None) -> None:
+    """Raise :class:`InvalidChoice` for text that is in no column of any table."""
+    try:
+        fits = text is None or (bool(text) and b"\0" not in text.encode())
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        raise InvalidChoice(f"{name} {text!a}: give some text that can be stored")
+
+
 def _check_moment(name: str, moment: Moment | None) -> None:
     if isinstance(moment, datetime) and moment.utcoffset() is None:
         raise InvalidChoice(f"{name} {moment.isoformat()}: give it an offset from UTC")

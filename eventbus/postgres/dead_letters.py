@@ -11,7 +11,7 @@ import psycopg
 from psycopg.errors import DeadlockDetected, SerializationFailure
 
 from eventbus.postgres.admin import NotFound, changing, find_queue, known, looking, many
-from eventbus.postgres.choosing import ALWAYS, InvalidChoice, Period
+from eventbus.postgres.choosing import ALWAYS, InvalidChoice, Period, check_text
 from eventbus.postgres.pacing import Pace
 from eventbus.postgres.statements import Statements
 from eventbus.topics import Matcher, compile_pattern
@@ -84,9 +84,8 @@ class Selection:
         for number in self.ids or ():
             if not 1 <= number <= _LARGEST_ID:
                 raise InvalidChoice(f"{_short(number)} is no number of a dead letter; they go from 1 to {_LARGEST_ID}")
-        for name, text in (("queue", self.queue), ("error", self.error)):
-            if text is not None and not _is_storable(text):
-                raise InvalidChoice(f"{name} {text!a}: give some text that can be stored")
+        check_text("queue", self.queue)
+        check_text("error", self.error)
         if self.topic is not None:
             compile_pattern(self.topic)
 
@@ -205,13 +204,6 @@ def _matching(connection: psycopg.Connection, schema: str, matcher: Matcher) -> 
     if not matching:
         raise NotFound(f"no topic matches '{matcher.pattern}'; {known('topics', seen)}")
     return matching
-
-
-def _is_storable(text: str) -> bool:
-    try:
-        return bool(text) and b"\0" not in text.encode()
-    except UnicodeEncodeError:
-        return False
 
 
 def _short(number: int) -> str:

@@ -15,7 +15,7 @@ import psycopg
 
 from eventbus.errors import BusPaused
 from eventbus.postgres.admin import NotFound, changing, known, looking, many, queue_names
-from eventbus.postgres.choosing import ALWAYS, InvalidChoice, Period
+from eventbus.postgres.choosing import ALWAYS, InvalidChoice, Period, check_text
 from eventbus.postgres.pacing import Pace
 from eventbus.postgres.statements import Statements
 from eventbus.topics import compile_pattern
@@ -35,6 +35,9 @@ class Wanted:
     queue: str
     topic: str | None = None
     published: Period = ALWAYS
+
+    def __post_init__(self) -> None:
+        check_text("queue", self.queue)
 
 
 @dataclass(frozen=True, slots=True)
