@@ -143,8 +143,8 @@ class Station:
         execution = Execution(
             subscription, random.random, completed=_knower(completions), boundary=self._boundary(subscription)
         )
-        events = slots * (subscription.batch or 1)
-        pace = Pace(events, max(events, self._settings.prefetch), asyncio.get_running_loop().time())
+        size = subscription.batch or 1
+        pace = Pace(slots * size, max(size, self._settings.prefetch), asyncio.get_running_loop().time())
         state: QueueState
         finish: Finish = lambda delivery, verdict: self._consumer.finish(delivery, verdict, state)  # noqa: E731
         runner = runner_for(subscription, execution, slots, finish, f"eventbus-{subscription.name}")
