@@ -32,16 +32,26 @@ class NotFound(EventBusError):
 class Queue:
     """One queue and what of it is still to do.
 
-    ``oldest_age``: seconds since the oldest event was published that waits, retries included.
+    ``kind``, ``lanes``: how it is split (``changing``: as soon as its older lanes are empty); ``tracking`` and
+    ``when_exhausted`` as they were subscribed. ``filled``: how far a queue is that still gets what was relayed before
+    it began, from 0 to 1; otherwise ``None``. ``parked``: events that wait behind an earlier one of their key.
+    ``oldest_age``: seconds since the oldest event was published that waits, retries and parked ones included.
     """
 
     number: int
     name: str
     state: str
     patterns: list[str]
+    kind: str
+    lanes: int
+    changing: bool
+    tracking: str
+    when_exhausted: str
+    filled: float | None
     waiting: int
     running: int
     retrying: int
+    parked: int
     dead: int
     oldest_age: float | None
 

@@ -1,15 +1,17 @@
 -- Queues: what is in them, and how one is dropped. Depths are differences of positions, never counts of deliveries.
 
 -- name: list
--- Every queue with its patterns and what of it is still to do; running is what workers hold.
+-- Every queue with its patterns and what of it is still to do; running is what workers hold. Kind and lanes are those
+-- of what is relayed; changing: older lanes are not empty yet. filled: how far a filling queue is, from 0 to 1.
 WITH kept AS MATERIALIZED (
     SELECT e.queue_id, e.lane,
            coalesce(sum(coalesce(e.range_hi, e.seq) - e.seq + 1) FILTER (WHERE e.fresh), 0) AS waiting,
            count(*) FILTER (WHERE e.state = 'claimed') AS running,
-           count(*) FILTER (WHERE e.state <> 'claimed' AND NOT e.fresh) AS retrying,
+           count(*) FILTER (WHERE e.state = 'waiting' AND NOT e.fresh) AS retrying,
+           count(*) FILTER (WHERE e.state = 'parked') AS parked,
            min(e.outbox_id) FILTER (WHERE e.state <> 'claimed') AS oldest_single,
            min(e.seq) FILTER (WHERE e.fresh AND e.range_hi IS NOT NULL) AS oldest_range
-    FROM (SELECT x.*, x.state <> 'claimed' AND x.attempts = 0 AND x.crashes = 0 AS fresh
+    FROM (SELECT x.*, x.state = 'waiting' AND x.attempts = 0 AND x.crashes = 0 AS fresh
           FROM {schema}.exceptions x) e
     GROUP BY e.queue_id, e.lane
 ), held AS MATERIALIZED (
@@ -36,6 +38,7 @@ WITH kept AS MATERIALIZED (
            sum(greatest(n.newest - n.position, 0) + coalesce(k.waiting, 0))::bigint AS waiting,
            sum(coalesce(h.running, 0) + coalesce(k.running, 0))::bigint AS running,
            sum(coalesce(k.retrying, 0))::bigint AS retrying,
+           sum(coalesce(k.parked, 0))::bigint AS parked,
            min(o.published_at) AS oldest
     FROM lanes n
     LEFT JOIN kept k ON k.queue_id = n.queue_id AND k.lane = n.lane
@@ -51,12 +54,67 @@ WITH kept AS MATERIALIZED (
 )
 SELECT q.id AS number, q.name, q.state,
        ARRAY(SELECT b.pattern FROM {schema}.bindings b WHERE b.queue_id = q.id ORDER BY b.pattern) AS patterns,
-       s.waiting, s.running, s.retrying,
+       l.kind, l.lanes, l.lane_from > (SELECT min(x.lane_from) FROM {schema}.layouts x WHERE x.queue_id = q.id)
+           AS changing,
+       q.tracking, q.when_exhausted, f.filled, s.waiting, s.running, s.retrying, s.parked,
        (SELECT count(*) FROM {schema}.dead_letters l WHERE l.queue_id = q.id) AS dead,
        CASE WHEN s.oldest IS NOT NULL THEN greatest(EXTRACT(EPOCH FROM clock_timestamp() - s.oldest), 0)
             END::double precision AS oldest_age
 FROM {schema}.queues q JOIN sums s ON s.queue_id = q.id
+CROSS JOIN LATERAL (
+    SELECT l.kind, l.lanes, l.lane_from FROM {schema}.layouts l WHERE l.queue_id = q.id
+    ORDER BY l.lane_from DESC LIMIT 1) l
+LEFT JOIN LATERAL (
+    SELECT least(1, greatest(f.ids_upto, f.last_id)::double precision
+                    / greatest(1, t.ids_upto, coalesce(t.last_id, 0))) AS filled
+    FROM {schema}.fillings f
+    CROSS JOIN (SELECT k.* FROM {schema}.ticks k ORDER BY k.id DESC LIMIT 1) t WHERE f.queue_id = q.id) f ON true
 ORDER BY q.name
+
+-- name: blocked
+-- The keys of ordered queues whose later events wait, and for what; the most parked first.
+WITH parked AS MATERIALIZED (
+    SELECT e.queue_id, e.lane, e.key, count(*) AS parked FROM {schema}.exceptions e
+    WHERE e.state = 'parked' GROUP BY e.queue_id, e.lane, e.key
+), letters AS MATERIALIZED (
+    SELECT l.queue_id, l.lane, l.key, min(l.seq) AS seq FROM {schema}.dead_letters l
+    WHERE l.blocks GROUP BY l.queue_id, l.lane, l.key
+), keys AS MATERIALIZED (
+    SELECT coalesce(p.queue_id, l.queue_id) AS queue_id, coalesce(p.lane, l.lane) AS lane,
+           coalesce(p.key, l.key) AS key, coalesce(p.parked, 0) AS parked
+    FROM parked p FULL JOIN letters l ON l.queue_id = p.queue_id AND l.lane = p.lane AND l.key = p.key
+    ORDER BY parked DESC, 1, 3 LIMIT %(limit)s
+)
+SELECT q.name AS queue, k.key, b.by, b.event_id, b.dead_letter, b.reason, b.attempts, b.due_in, b.since, k.parked,
+       b.error
+FROM keys k
+JOIN {schema}.queues q ON q.id = k.queue_id
+CROSS JOIN LATERAL (
+    (SELECT CASE WHEN e.state = 'claimed' THEN 'running' ELSE 'retry' END AS by, o.event_id,
+            NULL::bigint AS dead_letter, NULL AS reason, e.attempts,
+            CASE WHEN e.state <> 'claimed' THEN EXTRACT(EPOCH FROM e.due_at - clock_timestamp()) END::double precision
+                AS due_in,
+            CASE WHEN e.state = 'claimed' THEN greatest(e.created_at, least(e.due_at, clock_timestamp()))
+                 ELSE e.created_at END AS since, e.last_error AS error, e.seq
+     FROM {schema}.exceptions e LEFT JOIN {schema}.outbox o ON o.id = e.outbox_id
+     WHERE e.queue_id = k.queue_id AND e.lane = k.lane AND e.key = k.key AND e.state <> 'parked'
+     ORDER BY e.seq LIMIT 1)
+    UNION ALL
+    (SELECT 'dead letter', l.event_id, l.id, l.reason, l.attempts, NULL, l.died_at, l.last_error, l.seq
+     FROM {schema}.dead_letters l
+     WHERE l.queue_id = k.queue_id AND l.lane = k.lane AND l.key = k.key AND l.blocks
+     ORDER BY l.seq, l.id LIMIT 1)
+    ORDER BY 9 LIMIT 1
+) b
+ORDER BY k.parked DESC, q.name, k.key
+
+-- name: newest_layout
+-- Into which lanes a queue gets what is relayed.
+SELECT l.kind, l.lanes FROM {schema}.layouts l WHERE l.queue_id = %(queue)s ORDER BY l.lane_from DESC LIMIT 1
+
+-- name: change_lanes
+-- Gives a queue another number of lanes. Under the tick lock.
+SELECT {schema}.change_layout(%(queue)s, NULL, %(lanes)s)
 
 -- name: find
 -- Number of one queue, and how many lanes it has or had.
