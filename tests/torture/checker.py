@@ -112,7 +112,7 @@ def effects(evidence: Evidence) -> Iterator[str]:
     """A transactional handler's effect is there once if the event is done, and not at all if it is not."""
     if evidence.kind.tracking != "transactional":
         return
-    counted = Counter(event_id for queue, _, event_id in evidence.tables.effects if queue == evidence.kind.queue)
+    counted = Counter(event_id for queue, event_id, _ in evidence.tables.effects if queue == evidence.kind.queue)
     for event_id, tokens in evidence.tokens_of.items():
         told = {run.told for run in evidence.by_event_id.get(event_id, [])}
         done = any(not evidence.places(token) for token in tokens)
@@ -208,7 +208,9 @@ def _again(evidence: Evidence, runs: Iterable[Run]) -> Iterator[tuple[Run, Run]]
 
 def _costs(evidence: Evidence, run: Run) -> tuple[int, int]:
     """How many attempts a run costs at least and at most."""
-    unclear = run.told in UNCLEAR or (evidence.kind.tracking == "transactional" and run.told in SUCCESSES)
+    unclear = run.told in UNCLEAR or (
+        evidence.kind.tracking == "transactional" and (run.told in SUCCESSES or evidence.was_cut_off(run))
+    )
     possible = int(run.told in FAILURES or unclear)
     return (0 if unclear or evidence.is_lost(run) else possible), possible
 
@@ -222,7 +224,9 @@ def _fates(evidence: Evidence) -> Iterator[str]:
     for token, event in evidence.wanted.items():
         runs = evidence.by_token.get(token, [])
         alone = evidence.kind.tracking == "none" or len(evidence.tokens_of[event.event_id]) == 1
-        disturbed = evidence.history.redriven[evidence.spot(token)] or any(run.told in UNCLEAR for run in runs)
+        disturbed = evidence.history.redriven[evidence.spot(token)] or any(
+            run.told in UNCLEAR or evidence.was_cut_off(run) for run in runs
+        )
         if not runs or not alone or (disturbed and (evidence.kind.tracking == "transactional" or runs[-1].redriven)):
             continue
         told, attempt = fate(evidence.kind.queue, token)

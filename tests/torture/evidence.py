@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
@@ -16,6 +16,9 @@ from tests.torture.tables import Published, Spot, Tables
 
 UNCLEAR: Final = frozenset({"broken", "cut", None})
 """A run that ended by a broken connection, by a cancellation, or never."""
+
+MOMENT: Final = 500_000_000
+"""Nanoseconds around a run in which a broken connection may have to do with it."""
 
 Item = TypeVar("Item")
 
@@ -56,9 +59,14 @@ class Evidence:
         return found
 
     @cached_property
-    def effects(self) -> Counter[str]:
-        """How many effects of a transactional handler each event has."""
-        return Counter(token for queue, token, _ in self.tables.effects if queue == self.kind.queue)
+    def committed_calls(self) -> frozenset[str]:
+        """The calls of a transactional handler whose effects are there."""
+        return frozenset(call for queue, _, call in self.tables.effects if queue == self.kind.queue)
+
+    def was_cut_off(self, run: Run) -> bool:
+        """Whether connections were cut while the handler ran, or about then."""
+        place = bisect.bisect_left(self.history.cuts, run.started - MOMENT)
+        return place < len(self.history.cuts) and self.history.cuts[place] < run.ended + MOMENT
 
     def same_execution(self, token: str) -> Sequence[Run]:
         """The runs that count for one event: its own, or those of its event id where executions are tracked."""
@@ -94,7 +102,7 @@ class Evidence:
 
     def counts(self, run: Run) -> bool:
         """Whether what a run told was written down for sure; a transaction may fail after its handler's good end."""
-        if self.kind.tracking == "transactional" and not self.effects[run.token]:
+        if self.kind.tracking == "transactional" and run.call not in self.committed_calls:
             return False
         return not self.is_lost(run)
 

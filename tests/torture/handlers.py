@@ -21,7 +21,7 @@ from tests.torture.history import Journal
 from tests.torture.kinds import EVERYBODY, MAX_ATTEMPTS, Kind, chosen
 from tests.torture.plan import SUCCESSES, Step, step
 
-EFFECT = "INSERT INTO torture_effects (queue, token, event_id) VALUES (%s, %s, %s)"
+EFFECT = "INSERT INTO torture_effects (queue, event_id, call) VALUES (%s, %s, %s)"
 
 
 class Planned(Exception):
@@ -60,7 +60,7 @@ def in_task(kind: Kind) -> Callable[..., Any]:
         try:
             await asyncio.sleep(plan.seconds)
             if conn is not None and plan.told != "discard":
-                await conn.execute(EFFECT, _effect(kind, event))
+                await conn.execute(EFFECT, _effect(kind, event, number))
         except BaseException as problem:
             calls.end(number, _what_broke(problem))
             raise
@@ -84,7 +84,7 @@ def in_thread(kind: Kind) -> Callable[..., Any]:
         try:
             time.sleep(plan.seconds)
             if conn is not None and plan.told != "discard":
-                conn.execute(EFFECT, _effect(kind, event))
+                conn.execute(EFFECT, _effect(kind, event, number))
         except BaseException as problem:
             calls.end(number, _what_broke(problem))
             raise
@@ -109,9 +109,9 @@ def in_batches(kind: Kind) -> Callable[..., Any]:
         started = [calls.start(kind, event) for event in events]
         try:
             await asyncio.sleep(max(plan.seconds for plan, _ in started))
-            for (plan, _), event in zip(started, events, strict=True):
+            for (plan, number), event in zip(started, events, strict=True):
                 if conn is not None and plan.told != "discard":
-                    await conn.execute(EFFECT, _effect(kind, event))
+                    await conn.execute(EFFECT, _effect(kind, event, number))
         except BaseException as problem:
             for _, number in started:
                 calls.end(number, _what_broke(problem) if len(events) == 1 else "batch")
@@ -150,8 +150,8 @@ def tell(plan: Step) -> Any:
             return None
 
 
-def _effect(kind: Kind, event: Event) -> tuple[str, str, str]:
-    return kind.queue, event.payload["token"], str(event.event_id)
+def _effect(kind: Kind, event: Event, number: int) -> tuple[str, str, str]:
+    return kind.queue, str(event.event_id), f"{os.getpid()}-{number}"
 
 
 def _what_broke(problem: BaseException) -> str:

@@ -43,6 +43,8 @@ class Run:
     attempt: int
     redriven: bool
     pid: int
+    call: str
+    """Unique; the effect of a transactional handler names it."""
     started: int
     ended: int = FOREVER
     told: str | None = None
@@ -75,6 +77,8 @@ class History:
     redriven: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     """How often a dead letter was redriven, by queue and token."""
     faults: list[str] = field(default_factory=list)
+    cuts: list[int] = field(default_factory=list)
+    """When connections of the bus were cut, in order."""
 
 
 def read(folder: Path) -> History:
@@ -87,7 +91,7 @@ def read(folder: Path) -> History:
         match line:
             case {"what": "start", "run": number, "pid": pid, "at": at, **facts}:
                 facts.pop("what", None)
-                runs[pid, number] = Run(pid=pid, started=at, **facts)
+                runs[pid, number] = Run(pid=pid, call=f"{pid}-{number}", started=at, **facts)
             case {"what": "end", "run": number, "pid": pid, "at": at, "told": told}:
                 runs[pid, number].ended, runs[pid, number].told = at, told
             case {"what": "commit", "transaction": number, "at": at}:
@@ -100,6 +104,8 @@ def read(folder: Path) -> History:
                 history.faults.append(kind)
                 if kind == "kill":
                     killed[line["pid"]] = line["at"]
+                if kind == "cut":
+                    history.cuts.append(line["at"])
             case _:
                 raise AssertionError(line)
     history.runs = list(runs.values())

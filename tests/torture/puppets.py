@@ -192,7 +192,8 @@ class Puppet:
         try:
             with self._theatre.connection.transaction():
                 self._theatre.connection.execute(
-                    "INSERT INTO torture_effects VALUES (%s, %s, %s)", (kind.queue, part.token, part.event_id)
+                    "INSERT INTO torture_effects VALUES (%s, %s, %s)",
+                    (kind.queue, part.event_id, f"{self._pid}-{self._running[part.token]}"),
                 )
                 self._theatre.rows("SELECT set_config('eventbus.delivery', 'mark', true)")
                 self._theatre.rows(

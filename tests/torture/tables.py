@@ -15,7 +15,7 @@ CREATE TABLE torture_published (
     headers text, delayed boolean NOT NULL, transaction integer NOT NULL, place integer NOT NULL,
     published_at bigint NOT NULL
 );
-CREATE TABLE torture_effects (queue text NOT NULL, token text NOT NULL, event_id text NOT NULL);
+CREATE TABLE torture_effects (queue text NOT NULL, event_id text NOT NULL, call text NOT NULL);
 """
 PLACES: Final = """
 WITH position AS (
@@ -121,7 +121,7 @@ class Tables:
     processed: Mapping[tuple[str, str], int | None]
     """When an execution was completed, in nanoseconds, by queue and event id; none for one that is pending."""
     effects: list[tuple[str, str, str]]
-    """Queue, token and event id of each effect of a transactional handler."""
+    """Queue, event id and call of each effect of a transactional handler."""
 
 
 def look(connection: psycopg.Connection) -> Tables:
