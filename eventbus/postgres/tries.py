@@ -18,7 +18,7 @@ from uuid import UUID, uuid4
 
 import psycopg
 from psycopg import errors
-from psycopg.pq import TransactionStatus
+from psycopg.pq import PipelineStatus, TransactionStatus
 
 from eventbus.consuming.boundary import Postponed, Results
 from eventbus.errors import EventBusError
@@ -233,6 +233,8 @@ def committable(results: Results) -> bool:
 
 def require_unharmed(session: Session) -> None:
     """Raise :class:`TransactionMisused` if the handler left something that cannot be committed."""
+    if session.pgconn.pipeline_status != PipelineStatus.OFF:  # what fails in a pipeline would go unnoticed
+        raise TransactionMisused("the handler left a pipeline open; use it as 'with conn.pipeline():'")
     match session.pgconn.transaction_status:
         case TransactionStatus.INERROR:
             raise TransactionMisused(

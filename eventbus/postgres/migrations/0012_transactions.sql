@@ -11,8 +11,10 @@
 --
 -- The handler chooses the isolation level, so nothing here relies on a fresh snapshot: the keys of progress and
 -- processed_events decide. Nothing is read that a serializable transaction writes (claims are only written by READ
--- COMMITTED ones), so that serializable handlers do not fail because of each other's bookkeeping. In the order of the
--- keys, like everybody who writes these tables.
+-- COMMITTED ones), so that serializable handlers do not fail because of each other's bookkeeping: that is why the rows
+-- of exceptions are found by an INSERT that conflicts with them. Finding them by an index, as an UPDATE does, would be a
+-- read of a page into which others write. One that is not there any more is inserted, and gone again with EB003. In the
+-- order of the keys, like everybody who writes these tables.
 --
 -- The claim itself was committed asynchronously. A crash of the server that loses it has lost this transaction before:
 -- this commit is synchronous and comes later in the WAL. When the settlement that follows is lost, the claim is open
@@ -44,10 +46,15 @@ BEGIN
         END IF;
     END IF;
     IF cardinality(p_exceptions) > 0 THEN
-        UPDATE {schema}.exceptions e SET finished = true
-        WHERE e.id = ANY (p_exceptions) AND NOT e.finished
-          AND (e.id, e.token) IN (SELECT u.id, u.token FROM unnest(p_exceptions, p_exception_tokens) AS u (id, token));
-        GET DIAGNOSTICS v_count = ROW_COUNT;
+        WITH written AS (
+            INSERT INTO {schema}.exceptions AS e (id, due_at, seq, outbox_id, queue_id, lane, attempts, state, token,
+                                                  worker_id) OVERRIDING SYSTEM VALUE
+            SELECT u.id, '-infinity', 0, 0, p_queue, 0, -1, 'claimed', u.token, u.token
+            FROM unnest(p_exceptions, p_exception_tokens) AS u (id, token) ORDER BY u.id
+            ON CONFLICT (id) DO UPDATE SET finished = true WHERE e.token = excluded.token AND NOT e.finished
+            RETURNING e.attempts
+        )
+        SELECT count(*) INTO v_count FROM written w WHERE w.attempts >= 0;
         IF v_count < cardinality(p_exceptions) THEN
             RAISE EXCEPTION 'eventbus: this delivery is not held any more' USING ERRCODE = 'EB003';
         END IF;

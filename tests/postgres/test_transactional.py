@@ -1,0 +1,514 @@
+"""What a transactional handler writes, what it publishes, and that its event is done: together or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.rows import dict_row
+
+from eventbus import DeadLetter, Discard, Event, Retry, RetryPolicy
+from eventbus.bus import EventBus
+from eventbus.postgres.admin import resume
+from eventbus.settings import load
+from tests.postgres.severing import Wire
+
+one_server = pytest.mark.parametrize("major", [18], indirect=True)
+Work = Generator[Any, None, Any]
+FAST = RetryPolicy(max_attempts=3, first=0.01, factor=1.0, jitter=False)
+
+
+class Scene:
+    """One bus with one transactional queue, ``books``, that writes into the table ``effects``."""
+
+    def __init__(self, dsn: str, conn: psycopg.Connection) -> None:
+        self.dsn = dsn
+        self.conn = conn
+        self.bus = EventBus(load({"dsn": dsn, "lease": 5}, environment={}))
+        resume(conn, "eventbus")
+        conn.execute("CREATE TABLE effects (event_id uuid, at int, note text)")
+        self.declare("books")
+
+    def declare(self, name: str, pattern: str = "orders.#", **options: Any) -> None:
+        wanted = {"name": name, "patterns": [pattern], "tracking": "transactional"} | options
+        self.conn.execute("SELECT eventbus.declare_queues(%s)", [json.dumps([wanted])])
+
+    def subscribe(self, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        defaults: dict[str, Any] = {"name": "books", "transactional": True, "retry": FAST, "concurrency": 4}
+        return self.bus.subscribe("orders.#", **(defaults | options))
+
+    def publish(self, count: int = 1, **options: Any) -> list[str]:
+        return [
+            str(self.bus.outbox.publish_event("orders.created", n, conn=self.conn, autocommit=True, **options))
+            for n in range(count)
+        ]
+
+    def publish_one(self, payload: Any, **options: Any) -> str:
+        """Publish one event."""
+        return str(self.bus.outbox.publish_event("orders.created", payload, conn=self.conn, autocommit=True, **options))
+
+    async def run(self) -> None:
+        assert await self.bus.worker(until_idle=True).run() == 0
+
+    def query(self, statement: str, *parameters: Any) -> list[Any]:
+        rows = self.conn.execute(statement.encode(), parameters or None).fetchall()
+        return [row[0] if len(row) == 1 else row for row in rows]
+
+    @property
+    def effects(self) -> list[str]:
+        return self.query("SELECT event_id::text FROM effects ORDER BY at")
+
+    @property
+    def completed(self) -> set[str]:
+        done = "SELECT event_id::text FROM eventbus.processed_events WHERE completed_at IS NOT NULL AND owner IS NULL"
+        return set(self.query(done))
+
+    @property
+    def dead(self) -> list[str]:
+        return self.query("SELECT event_id::text FROM eventbus.dead_letters ORDER BY id")
+
+
+@pytest.fixture
+def scene(dsn: str, conn: psycopg.Connection) -> Scene:
+    return Scene(dsn, conn)
+
+
+def write(conn: psycopg.Connection, event: Event, note: str = "") -> None:
+    conn.execute(
+        "INSERT INTO effects VALUES (%s, %s, %s)",
+        (event.event_id, event.payload if isinstance(event.payload, int) else 0, note),
+    )
+
+
+async def awrite(conn: psycopg.AsyncConnection, event: Event, note: str = "") -> None:
+    await conn.execute(
+        "INSERT INTO effects VALUES (%s, %s, %s)",
+        (event.event_id, event.payload if isinstance(event.payload, int) else 0, note),
+    )
+
+
+def insert(event: Event, note: str = "") -> tuple[str, tuple[Any, ...]]:
+    return "INSERT INTO effects VALUES (%s, %s, %s)", (
+        event.event_id,
+        event.payload if isinstance(event.payload, int) else 0,
+        note,
+    )
+
+
+def subscribe(scene: Scene, kind: str, work: Callable[[Event, Any], Work], **options: Any) -> None:
+    """Subscribe a plain or an async handler made of one generator: what it yields is awaited if need be."""
+
+    def plain(event: Event, conn: psycopg.Connection) -> Any:
+        steps = work(event, conn)
+        try:
+            while True:
+                next(steps)
+        except StopIteration as stop:
+            return stop.value
+
+    async def awaiting(event: Event, conn: psycopg.AsyncConnection) -> Any:
+        steps = work(event, conn)
+        failure: BaseException | None = None
+        try:
+            while True:
+                step = next(steps) if failure is None else steps.throw(failure)
+                failure = None
+                try:
+                    if inspect.isawaitable(step):
+                        await step
+                except psycopg.Error as error:
+                    failure = error
+        except StopIteration as stop:
+            return stop.value
+
+    scene.subscribe(**options)(awaiting if kind == "async" else plain)
+
+
+class Meeting:
+    """A place where so many handlers of one kind wait for each other."""
+
+    def __init__(self, parties: int, kind: str) -> None:
+        self._threads = threading.Barrier(parties)
+        self._tasks = asyncio.Barrier(parties)
+        self._kind = kind
+
+    def wait(self) -> Any:
+        if self._kind == "async":
+            return asyncio.wait_for(self._tasks.wait(), 10)
+        return self._threads.wait(10)
+
+
+each_kind = pytest.mark.parametrize("kind", ["plain", "async"])
+
+# Together or not at all
+
+
+@each_kind
+async def test_effects_completion_and_follow_up_events_are_there_together(scene: Scene, kind: str) -> None:
+    def work(event: Event, conn: Any) -> Work:
+        yield conn.execute(*insert(event))
+        outbox = scene.bus.outbox
+        yield (outbox.apublish_event if kind == "async" else outbox.publish_event)("booked", str(event.event_id))
+        if event.payload == 1 and event.attempt < 3:
+            raise ValueError("not yet")
+
+    subscribe(scene, kind, work)
+    ids = scene.publish(3)
+    await scene.run()
+    assert sorted(scene.effects) == sorted(ids)
+    assert scene.completed == set(ids)
+    assert sorted(scene.query("SELECT payload #>> '{}' FROM eventbus.outbox WHERE topic = 'booked'")) == sorted(ids)
+    assert scene.query("SELECT count(*) FROM eventbus.exceptions") == [0]
+
+
+@one_server
+@each_kind
+async def test_a_result_that_is_not_done_leaves_no_effects_and_a_discarded_event_keeps_them(
+    scene: Scene, kind: str
+) -> None:
+    def work(event: Event, conn: Any) -> Work:
+        yield conn.execute(*insert(event))
+        return [Discard("enough"), DeadLetter("no"), Retry(0.01) if event.attempt == 1 else None][event.payload]
+
+    subscribe(scene, kind, work)
+    ids = scene.publish(3)
+    await scene.run()
+    assert scene.effects == [ids[0], ids[2]]
+    assert scene.dead == [ids[1]]
+    assert scene.completed == {ids[0], ids[2]}
+
+
+@one_server
+async def test_an_event_that_was_published_twice_takes_effect_once(scene: Scene) -> None:
+    together = threading.Barrier(2)
+    calls = []
+
+    @scene.subscribe()
+    def book(event: Event, conn: psycopg.Connection) -> None:
+        write(conn, event)
+        calls.append(event.event_id)
+        if event.payload == "a":
+            together.wait(10)
+
+    twice = uuid.uuid4()
+    for payload in ("a", "a", "b"):
+        scene.publish_one(payload, event_id=twice if payload == "a" else None)
+    await scene.run()
+    assert calls.count(twice) == 2
+    assert sorted(Counter(scene.effects).values()) == [1, 1]
+    scene.publish_one("c", event_id=twice)
+    await scene.run()
+    assert calls.count(twice) == 2
+    assert scene.query("SELECT count(*) FROM eventbus.exceptions") == [0]
+
+
+# What handlers should not do
+
+MISUSES: dict[str, tuple[Sequence[str], str]] = {
+    "commit": ([".commit"], "commit"),
+    "rollback": ([".rollback"], "rollback"),
+    "COMMIT": (["COMMIT"], "the handler ended the transaction"),
+    "ROLLBACK": (["ROLLBACK"], "the handler ended the transaction"),
+    "COMMIT and BEGIN": (["COMMIT", "BEGIN"], "the handler ended the transaction"),
+    "COMMIT AND CHAIN": (["COMMIT AND CHAIN"], "the handler ended the transaction"),
+    "RESET ALL": (["RESET ALL"], "the handler ended the transaction"),
+    "aborted": (["!SELECT 1/0"], "left its transaction aborted"),
+    "closed": ([".close"], "closed the connection"),
+    "READ ONLY": (["SET TRANSACTION READ ONLY"], "read-only"),
+    "a pipeline": (["pipeline"], "pipeline"),
+    "a transaction block": (["transaction"], "nesting level"),
+}
+
+
+@one_server
+@each_kind
+@pytest.mark.parametrize("misuse", MISUSES)
+async def test_a_handler_that_breaks_its_transaction_has_failed_and_harms_nobody_else(
+    scene: Scene, kind: str, misuse: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps, message = MISUSES[misuse]
+    left_open = []
+
+    def work(event: Event, conn: Any) -> Work:
+        if event.payload != 1:
+            yield conn.execute(*insert(event))
+            return
+        for step in steps:
+            if step.startswith("."):
+                yield getattr(conn, step[1:])()
+            elif step in ("pipeline", "transaction"):
+                block = getattr(conn, step)()
+                left_open.append(block)
+                yield block.__aenter__() if kind == "async" else block.__enter__()
+            elif step.startswith("!"):
+                with suppress(psycopg.Error):
+                    yield conn.execute(step[1:])
+            else:
+                yield conn.execute(step)
+
+    subscribe(scene, kind, work, concurrency=1, retry=RetryPolicy(max_attempts=2, first=0.01, jitter=False))
+    ids = scene.publish(3)
+    await scene.run()
+    assert sorted(scene.effects) == sorted([ids[0], ids[2]])
+    assert scene.completed == {ids[0], ids[2]}
+    assert scene.dead == [ids[1]]
+    assert message in scene.query("SELECT last_error->>'message' FROM eventbus.dead_letters")[0]
+    assert scene.query("SELECT attempts FROM eventbus.dead_letters") == [2]
+    assert "database trouble" not in caplog.text
+
+
+LEFTOVERS = """
+SET ROLE pg_monitor; SET search_path = nowhere; SET statement_timeout = '1ms'; SET lock_timeout = '1ms';
+SET idle_in_transaction_session_timeout = '1ms'; SET synchronous_commit = off; SET TIME ZONE 'Pacific/Niue';
+SET session_replication_role = replica; SET default_transaction_isolation = serializable;
+SET default_transaction_read_only = on; SET my.setting = 'x'
+"""
+STATE = """
+SELECT pg_backend_pid(), current_user, current_setting('search_path'), current_setting('statement_timeout'),
+    current_setting('lock_timeout'), current_setting('synchronous_commit'), current_setting('TimeZone'),
+    current_setting('session_replication_role'), current_setting('transaction_isolation'),
+    current_setting('transaction_read_only'), current_setting('my.setting', true),
+    current_setting('idle_in_transaction_session_timeout'),
+    (SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()),
+    (SELECT count(*) FROM pg_listening_channels()), (SELECT count(*) FROM pg_cursors),
+    (SELECT count(*) FROM pg_prepared_statements WHERE from_sql), to_regclass('pg_temp.mine')
+"""
+
+
+@each_kind
+@pytest.mark.parametrize("end", ["done", "failed"])
+async def test_nothing_that_a_handler_does_to_its_session_reaches_the_next_one(
+    scene: Scene, kind: str, end: str
+) -> None:
+    states: dict[int, Any] = {}
+
+    def work(event: Event, conn: Any) -> Work:
+        if event.payload == 1 and event.attempt == 1:
+            for statement in (
+                "CREATE TEMP TABLE mine ()",
+                "SELECT pg_advisory_lock(1), pg_advisory_lock_shared(2)",
+                "LISTEN somebody",
+                "DECLARE rows CURSOR WITH HOLD FOR SELECT 1",
+                "PREPARE mine AS SELECT 1",
+                LEFTOVERS,
+            ):
+                yield conn.execute(statement)
+            conn.row_factory = dict_row
+            conn.prepare_threshold = None
+            if end == "failed":
+                raise ValueError("on purpose")
+            return
+        cursor = conn.execute(STATE)
+        if inspect.isawaitable(cursor):
+            task = asyncio.ensure_future(cursor)
+            yield task
+            cursor = task.result()
+            task = asyncio.ensure_future(cursor.fetchone())
+            yield task
+            states[event.payload] = task.result()
+        else:
+            states[event.payload] = cursor.fetchone()
+        yield conn.execute(*insert(event))
+
+    subscribe(scene, kind, work, concurrency=1)
+    ids = scene.publish(3)
+    await scene.run()
+    assert scene.completed == set(ids)
+    assert states[0] == states[2]
+    assert states[0][1:] == states.get(1, states[0])[1:]
+    assert states[0][0] == states[2][0], "this test needs one session"
+
+
+@one_server
+@each_kind
+async def test_the_bookkeeping_commits_synchronously_whatever_the_handler_has_set(scene: Scene, kind: str) -> None:
+    scene.conn.execute("CREATE TABLE commits (setting text)")
+    scene.conn.execute(
+        """
+        CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+            INSERT INTO public.commits VALUES (current_setting('synchronous_commit')); RETURN NULL; END $$;
+        CREATE CONSTRAINT TRIGGER note AFTER INSERT ON effects DEFERRABLE INITIALLY DEFERRED
+            FOR EACH ROW EXECUTE FUNCTION note();
+        """
+    )
+
+    def work(event: Event, conn: Any) -> Work:
+        yield conn.execute(*insert(event))
+        yield conn.execute("SET LOCAL synchronous_commit = off")
+
+    subscribe(scene, kind, work)
+    scene.publish()
+    await scene.run()
+    assert scene.query("SELECT setting FROM commits") == ["on"]
+
+
+@one_server
+@each_kind
+async def test_a_constraint_that_fails_at_the_commit_is_a_failed_attempt(scene: Scene, kind: str) -> None:
+    scene.conn.execute("ALTER TABLE effects ADD UNIQUE (at) DEFERRABLE INITIALLY DEFERRED")
+    scene.conn.execute("INSERT INTO effects VALUES (NULL, 1)")
+
+    def work(event: Event, conn: Any) -> Work:
+        yield conn.execute(*insert(event))
+
+    subscribe(scene, kind, work)
+    ids = scene.publish(3)
+    await scene.run()
+    assert scene.completed == {ids[0], ids[2]}
+    assert scene.dead == [ids[1]]
+    assert scene.query("SELECT attempts FROM eventbus.dead_letters") == [3]
+    assert "duplicate key" in scene.query("SELECT last_error->>'message' FROM eventbus.dead_letters")[0]
+
+
+# Conflicts between transactions
+
+
+@one_server
+@each_kind
+async def test_serializable_handlers_do_not_fail_because_of_each_others_bookkeeping(scene: Scene, kind: str) -> None:
+    calls: list[int] = []
+    together = Meeting(4, kind)
+
+    def work(event: Event, conn: Any) -> Work:
+        calls.append(event.attempt)
+        yield conn.execute("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE")
+        yield conn.execute(*insert(event))
+        publish = scene.bus.outbox.apublish_event if kind == "async" else scene.bus.outbox.publish_event
+        yield publish("booked", 1)
+        yield together.wait()
+        if event.attempt < 4:
+            raise ValueError("first as part of a claim, then as exceptions")
+
+    subscribe(scene, kind, work, retry=RetryPolicy(max_attempts=4, first=0.2, factor=1, jitter=False))
+    ids = scene.publish(20)
+    await scene.run()
+    assert scene.completed == set(ids)
+    assert sorted(scene.effects) == sorted(ids)
+    assert Counter(calls) == {1: 20, 2: 20, 3: 20, 4: 20}, "one of them was run again because of the bus"
+
+
+@one_server
+@each_kind
+async def test_a_conflict_with_another_transaction_costs_no_attempt(scene: Scene, kind: str) -> None:
+    attempts: list[int] = []
+    together = Meeting(2, kind)
+
+    def work(event: Event, conn: Any) -> Work:
+        attempts.append(event.attempt)
+        yield conn.execute("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE")
+        yield conn.execute("SELECT count(*) FROM effects")
+        yield conn.execute(*insert(event))
+        if len(attempts) <= 2:
+            yield together.wait()
+
+    subscribe(scene, kind, work, retry=RetryPolicy(max_attempts=1))
+    ids = scene.publish(2)
+    await scene.run()
+    assert scene.completed == set(ids)
+    assert len(attempts) == 3
+    assert set(attempts) == {1}
+    assert sorted(scene.effects) == sorted(ids)
+
+
+class Wrapped(Exception):
+    """What a library makes of an error of the driver."""
+
+
+@one_server
+@each_kind
+@pytest.mark.parametrize("error", [psycopg.errors.SerializationFailure, psycopg.errors.DeadlockDetected])
+async def test_an_event_that_conflicts_again_and_again_waits_and_keeps_its_attempts(
+    scene: Scene, kind: str, error: type[psycopg.Error]
+) -> None:
+    attempts: list[int] = []
+
+    def work(event: Event, conn: Any) -> Work:
+        attempts.append(event.attempt)
+        yield conn.execute(*insert(event))
+        if len(attempts) <= 5:
+            raise Wrapped("something went wrong") from error("on purpose")
+
+    subscribe(scene, kind, work, retry=RetryPolicy(max_attempts=1))
+    ids = scene.publish()
+    await scene.run()
+    assert scene.effects == ids
+    assert attempts == [1] * 6
+
+
+# Connections that break
+
+
+@each_kind
+async def test_a_lost_connection_costs_no_attempt_and_is_two_lines_in_the_log(
+    scene: Scene, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "eventbus")
+    calls: list[int] = []
+
+    def work(event: Event, conn: Any) -> Work:
+        calls.append(event.attempt)
+        yield conn.execute(*insert(event))
+        if len(calls) <= 2:
+            scene.conn.execute("SELECT pg_terminate_backend(%s)", [conn.info.backend_pid])
+            try:
+                yield conn.execute("SELECT 1")
+            except psycopg.Error:
+                raise RuntimeError("the handler's own error says nothing of the connection") from None
+
+    subscribe(scene, kind, work, retry=RetryPolicy(max_attempts=1), concurrency=1)
+    ids = scene.publish()
+    await scene.run()
+    assert scene.effects == ids
+    assert calls == [1, 1, 1]
+    assert caplog.text.count("database trouble") == caplog.text.count("the database is back") == 2
+
+
+@one_server
+@each_kind
+async def test_an_event_that_breaks_its_connection_each_time_ends_as_a_dead_letter(scene: Scene, kind: str) -> None:
+    def work(event: Event, conn: Any) -> Work:
+        scene.conn.execute("SELECT pg_terminate_backend(%s)", [conn.info.backend_pid])
+        yield conn.execute("SELECT 1")
+
+    subscribe(scene, kind, work, retry=RetryPolicy(max_attempts=1))
+    ids = scene.publish()
+    await scene.run()
+    assert scene.dead == ids
+
+
+@each_kind
+@pytest.mark.parametrize("attempt", [1, 2], ids=["of a claim", "of an exception"])
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_commit_whose_answer_is_lost_is_neither_lost_nor_repeated(
+    scene: Scene, kind: str, attempt: int, when: Any
+) -> None:
+    calls: list[int] = []
+    with Wire(scene.dsn) as wire:
+        scene.bus = EventBus(load({"dsn": wire.dsn, "lease": 5}, environment={}))
+
+        def work(event: Event, conn: Any) -> Work:
+            calls.append(event.attempt)
+            yield conn.execute(*insert(event))
+            if event.attempt < attempt:
+                raise ValueError("not yet")
+            if len(calls) == attempt:
+                wire.cut_next(when)
+
+        subscribe(scene, kind, work)
+        ids = scene.publish()
+        await scene.run()
+    assert wire.cuts == 1
+    assert scene.effects == ids
+    assert scene.completed == set(ids)
+    again = [attempt] if when == "before" else []
+    assert calls == [*range(1, attempt + 1), *again]
+    assert scene.query("SELECT count(*) FROM eventbus.exceptions") == [0]
