@@ -18,14 +18,17 @@ from tests.waiting import wait_until
 
 STANDING = """
 SELECT (SELECT count(*) FROM eventbus.deliveries d WHERE d.queue_id = q.id),
-    coalesce((SELECT max(d.seq) FROM eventbus.deliveries d WHERE d.queue_id = q.id), 0)
-    - coalesce((SELECT max(c.hi) FROM eventbus.claims c WHERE c.queue_id = q.id), 0),
+    (SELECT coalesce(sum(
+        coalesce((SELECT max(d.seq) FROM eventbus.deliveries d WHERE d.queue_id = q.id AND d.lane = n.lane), 0)
+        - coalesce((SELECT max(c.hi) FROM eventbus.claims c WHERE c.queue_id = q.id AND c.lane = n.lane), 0)), 0)
+     FROM (SELECT DISTINCT d.lane FROM eventbus.deliveries d WHERE d.queue_id = q.id) n),
     coalesce((SELECT sum(c.hi - c.lo + 1 - (SELECT count(*) FROM eventbus.progress p WHERE p.claim_id = c.id))
               FROM eventbus.claims c WHERE c.queue_id = q.id
-              AND NOT EXISTS (SELECT FROM eventbus.settlements s WHERE s.claim_id = c.id)), 0),
+              AND NOT EXISTS (SELECT 1 FROM eventbus.settlements s WHERE s.claim_id = c.id)), 0),
     coalesce((SELECT sum(coalesce(e.range_hi, e.seq) - e.seq + 1)
               FROM eventbus.exceptions e WHERE e.queue_id = q.id AND e.state = 'waiting'), 0),
-    (SELECT count(*) FROM eventbus.exceptions e WHERE e.queue_id = q.id AND e.state <> 'waiting'),
+    (SELECT count(*) FROM eventbus.exceptions e WHERE e.queue_id = q.id AND e.state = 'claimed'),
+    (SELECT count(*) FROM eventbus.exceptions e WHERE e.queue_id = q.id AND e.state = 'parked'),
     (SELECT count(*) FROM eventbus.dead_letters l WHERE l.queue_id = q.id)
 FROM eventbus.queues q WHERE q.name = %s
 """
@@ -46,19 +49,22 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where the deliveries of one queue are. ``held`` counts those in open claims, ``running`` held exceptions."""
+    """Where the deliveries of one queue are. ``held`` counts those in open claims, ``running`` held exceptions,
+    ``parked`` those that wait behind an earlier event of their key.
+    """
 
     delivered: int
     waiting: int
     held: int
     retrying: int
     running: int
+    parked: int
     dead: int
 
     @property
     def undone(self) -> int:
         """How many are neither done nor dead."""
-        return self.waiting + self.held + self.retrying + self.running
+        return self.waiting + self.held + self.retrying + self.running + self.parked
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,12 @@ class Checker:
         """How often the handler came to its end for each event."""
         return Counter(entry.event_id for entry in self.entries(queue, "end"))
 
+    def effects(self, queue: str) -> Counter[str]:
+        """How often each event took effect in the database, by a transactional handler of this queue."""
+        with psycopg.connect(self._dsn) as connection:
+            rows = connection.execute("SELECT event_id::text FROM effects WHERE queue = %s", (queue,)).fetchall()
+        return Counter(event_id for (event_id,) in rows)
+
     def committed(self, topics: Iterable[str] | None = None) -> set[str]:
         """The ids of the events whose transaction was committed."""
         with psycopg.connect(self._dsn) as connection:
@@ -105,7 +117,7 @@ class Checker:
         """Where the deliveries of a queue are now; all zero before there is such a queue."""
         with psycopg.connect(self._dsn) as connection:
             row = connection.execute(STANDING, (queue,)).fetchone()
-        return Standing(*map(int, row or [0] * 6))
+        return Standing(*map(int, row or [0] * 7))
 
     def dead(self, queue: str) -> dict[str, Letter]:
         """The dead letters of a queue by event id."""
@@ -118,7 +130,7 @@ class Checker:
         assert len({row[0] for row in rows}) == len(rows), "an event died twice in one queue"
         return {row[0]: Letter(*row) for row in rows}
 
-    def wait_until_quiet(self, queue: str, topics: Iterable[str] | None = None, timeout: float = 20.0) -> None:
+    def wait_until_quiet(self, queue: str, topics: Iterable[str] | None = None, timeout: float = 60.0) -> None:
         """Wait until everything that was committed is delivered, and done or dead."""
 
         def quiet() -> bool:

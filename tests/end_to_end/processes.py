@@ -34,7 +34,7 @@ class Process:
         self.send(signal.SIGKILL)
         self.wait()
 
-    def terminate(self, timeout: float = 15.0) -> int:
+    def terminate(self, timeout: float = 40.0) -> int:
         """Ask it to stop and wait until it has; the exit code."""
         self.send(signal.SIGTERM)
         return self.wait(timeout)
@@ -45,7 +45,7 @@ class Process:
             self._exit = self._nursery.exit_code(self.pid)
         return self._exit
 
-    def wait(self, timeout: float = 15.0) -> int:
+    def wait(self, timeout: float = 40.0) -> int:
         """Wait until it has ended by itself."""
         try:
             wait_until(lambda: self.exit_code() is not None, timeout)
@@ -59,7 +59,7 @@ class Process:
         """What it has logged and printed so far."""
         return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
 
-    def wait_for_log(self, text: str, timeout: float = 15.0) -> None:
+    def wait_for_log(self, text: str, timeout: float = 40.0) -> None:
         """Wait until the log holds ``text``."""
         wait_until(lambda: text in self.log or self.exit_code() is not None, timeout)
         assert text in self.log, f"{text!r} is missing in the log:\n{self.log[-4000:]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import psycopg
 import pytest
 
 from eventbus.bus import EventBus
+from eventbus.publishing.outgoing import OutboxEvent
 from eventbus.settings import load
 from tests.end_to_end.checker import Checker
 from tests.end_to_end.processes import Nursery, Process
@@ -41,12 +43,8 @@ class Scene:
         with psycopg.connect(self.dsn, autocommit=True) as connection:
             _attach(connection)
             connection.execute("CREATE TABLE IF NOT EXISTS business (event_id uuid PRIMARY KEY, topic text NOT NULL)")
-            for queue in queues:
-                connection.execute(
-                    "SELECT eventbus.declare_queues(json_build_array(json_build_object("
-                    "'name', %s::text, 'patterns', json_build_array(%s::text))))",
-                    (queue["name"], queue["pattern"]),
-                )
+            connection.execute("CREATE TABLE IF NOT EXISTS effects (queue text NOT NULL, event_id uuid NOT NULL)")
+            connection.execute("SELECT eventbus.declare_queues(%s)", [json.dumps([*map(_declaration, queues)])])
 
     def consume(self, *queues: Mapping[str, Any], **options: Any) -> Process:
         """Start a consumer; options that ``programs.consume`` does not know are settings."""
@@ -70,9 +68,17 @@ class Scene:
         with psycopg.connect(self.dsn) as connection:
             return self.publish_on(connection, topic, *payloads)
 
-    def publish_on(self, connection: psycopg.Connection, topic: str, *payloads: Any) -> list[str]:
+    def publish_keyed(self, key: str, *payloads: Any) -> list[str]:
+        """Publish events of one key, with the key as topic, each with its business row; the ids."""
+        with psycopg.connect(self.dsn) as connection:
+            return self.publish_on(connection, key, *payloads, key=key)
+
+    def publish_on(
+        self, connection: psycopg.Connection, topic: str, *payloads: Any, key: str | None = None
+    ) -> list[str]:
         """Publish on a connection, in its transaction."""
-        ids = self.bus.outbox.publish_events([(topic, payload) for payload in payloads], conn=connection)
+        events = [OutboxEvent(topic, payload, key=key) for payload in payloads]
+        ids = self.bus.outbox.publish_events(events, conn=connection)
         with connection.cursor() as cursor:
             cursor.executemany("INSERT INTO business (event_id, topic) VALUES (%s, %s)", [(one, topic) for one in ids])
         return [str(one) for one in ids]
@@ -81,11 +87,11 @@ class Scene:
         """Let handlers go on that wait for this gate."""
         (self.folder / name).touch()
 
-    def wait_for(self, queue: str, what: str, count: int, timeout: float = 20.0) -> None:
+    def wait_for(self, queue: str, what: str, count: int, timeout: float = 60.0) -> None:
         """Wait until the journal holds so many happenings of one kind."""
         wait_until(lambda: len(self.check.entries(queue, what)) >= count, timeout)
 
-    def wait_until_consuming(self, *processes: Process, timeout: float = 15.0) -> None:
+    def wait_until_consuming(self, *processes: Process, timeout: float = 60.0) -> None:
         """Wait until each of these processes is a registered worker."""
 
         def registered() -> bool:
@@ -122,6 +128,15 @@ def played(dsn: str, folder: Path, nursery: Nursery) -> Iterator[Scene]:
 
 
 NewScene = Callable[[str], Scene]
+
+
+def _declaration(queue: Mapping[str, Any]) -> dict[str, Any]:
+    """What a worker that subscribes this queue declares."""
+    tracking = next((kind for kind in ("transactional", "idempotent") if queue.get(kind)), "none")
+    return {
+        "name": queue["name"], "patterns": [queue["pattern"]], "kind": "ordered" if queue.get("ordered") else "plain",
+        "tracking": tracking, "when_exhausted": queue.get("when_exhausted", "park"),
+    }  # fmt: skip
 
 
 def _attach(connection: psycopg.Connection) -> None:

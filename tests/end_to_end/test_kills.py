@@ -176,7 +176,7 @@ def test_a_consumer_that_was_frozen_past_its_lease_settles_nothing_and_goes_on_u
 def test_an_event_that_kills_every_process_becomes_a_dead_letter_and_takes_no_other_event_along(scene: Scene) -> None:
     scene.prepare(QUEUE)
     mates = scene.publish("a", *[{}] * 20)
-    [poison] = scene.publish("a", {"die": True})
+    [poison] = scene.publish("a", {"die": "kill"})
     mates += scene.publish("a", *[{}] * 20)
     crashes = 0
     while not scene.check.dead("all"):
