@@ -18,13 +18,16 @@ from eventbus.consuming.execution import Execution
 from eventbus.consuming.idempotency import Completions, execution_of
 from eventbus.consuming.pace import Pace
 from eventbus.consuming.queues import QueueState
+from eventbus.consuming.remembering import require_remembered
 from eventbus.consuming.runners import Finish, runner_for
 from eventbus.consuming.subscriptions import Subscription
+from eventbus.consuming.tenure import Tenure
 from eventbus.errors import ConfigurationError, Unavailable
 from eventbus.postgres.claiming import PostgresConsumer
 from eventbus.postgres.heartbeat import Heartbeat, Pulse, Watch
 from eventbus.postgres.link import Link, Outage, conninfo, describe, turned_away
 from eventbus.postgres.listener import Ears, Listener
+from eventbus.postgres.maintenance import Maintenance
 from eventbus.postgres.migrate import require_current
 from eventbus.postgres.relaying import PostgresRelay
 from eventbus.postgres.statements import Statements
@@ -50,6 +53,8 @@ class Station:
     def __init__(self, settings: Settings, subscriptions: Sequence[Subscription], using: Bind, *, wait: bool) -> None:
         if settings.dsn is None:
             raise ConfigurationError("no database: set EVENTBUS_DSN")
+        for subscription in subscriptions:
+            require_remembered(subscription, settings.processed_retention)
         self._settings = settings
         self._subscriptions = subscriptions
         self._wait = wait
@@ -72,6 +77,8 @@ class Station:
             fed=self._consumer.wake,
             random=random.random,
         )
+        self._maintenance = Maintenance(settings, calls, random.random)
+        self._tenure = Tenure()
         self._heart = Heartbeat(settings, calls, self._outage, self._watch())
         self._listening(False)
 
@@ -94,6 +101,7 @@ class Station:
             heart=self._heart,
             open=self._open,
             hear=listener.run if self._settings.notify else None,
+            maintain=self._maintenance.run if any(item.tracking != "none" for item in self._subscriptions) else None,
             undone=self._undone,
             leave=self._engine.unregister,
             close=self._close,
@@ -141,7 +149,11 @@ class Station:
         slots = subscription.concurrency or self._settings.concurrency
         completions = None if subscription.tracking == "none" else Completions()
         execution = Execution(
-            subscription, random.random, completed=_knower(completions), boundary=self._boundary(subscription)
+            subscription,
+            random.random,
+            completed=_knower(completions),
+            boundary=self._boundary(subscription),
+            tenure=self._tenure,
         )
         size = subscription.batch or 1
         pace = Pace(slots * size, max(size, self._settings.prefetch), asyncio.get_running_loop().time())
@@ -198,6 +210,7 @@ class Station:
         return Watch(
             pulse=self._pulse,
             connected=connected,
+            renewed=self._tenure.renew,
             lost=lost,
             took_over=lambda: on_loop(self._consumer.wake),
             routine=lambda: on_loop(self._routine),

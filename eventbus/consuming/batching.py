@@ -144,6 +144,7 @@ class BatchTaskRunner(TaskRunner):
     async def _slot(self) -> None:
         task = asyncio.current_task()
         assert task is not None
+        await self._execution.tenure.wait()
         while batch := self._collector.take():
             self._running += 1
             verdicts = await in_fresh_context(self._batches.handle(batch), _only_event(batch))
@@ -159,6 +160,7 @@ class BatchTaskRunner(TaskRunner):
             if task.cancelling():
                 await forget_cancellation(task)
             await asyncio.sleep(0)
+            await self._execution.tenure.wait()
 
 
 class BatchThreadRunner(ThreadRunner):
@@ -195,6 +197,7 @@ class BatchThreadRunner(ThreadRunner):
         super().close()
 
     def _handle(self, batch: Any) -> Any:
+        self._execution.tenure.wait_blocking()
         context = contextvars.Context()
         context.run(current_event.set, _only_event(batch))
         return context.run(self._batches.handle_blocking, batch)

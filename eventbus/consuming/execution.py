@@ -18,6 +18,7 @@ from typing import Any, Final
 from eventbus.consuming.boundary import Boundary, Postponed, Results
 from eventbus.consuming.results import conclude, finished, needs_waiting, outcome_of
 from eventbus.consuming.subscriptions import Subscription
+from eventbus.consuming.tenure import Tenure
 from eventbus.consuming.verdicts import Verdicts
 from eventbus.event import Event
 from eventbus.transport import DONE, RELEASED, Delivery, Outcome, Verdict
@@ -64,8 +65,11 @@ class Execution:
         *,
         completed: Callable[[Delivery], bool] = lambda _: False,
         boundary: Boundary | None = None,
+        tenure: Tenure | None = None,
     ) -> None:
         self.subscription = subscription
+        self.tenure = tenure or Tenure()
+        """No handler starts after it has run out."""
         self.aborting = False
         """A stop ran out of patience: a cancelled handler is released instead of failed."""
         self.boundary = boundary

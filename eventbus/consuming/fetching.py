@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
 
 from eventbus.consuming.holdings import Holdings, chain
 from eventbus.consuming.queues import NEVER, QueueState
 from eventbus.consuming.solitude import Solitude
 from eventbus.errors import BusPaused, Unavailable
-from eventbus.transport import RELEASED, ConsumerEngine, Delivery, LeaseLost
+from eventbus.transport import RELEASED, Claimed, ClaimedDue, ConsumerEngine, Delivery, LeaseLost
 
 log = logging.getLogger("eventbus")
 
@@ -28,7 +28,7 @@ _ALONE_PAUSE = 0.2
 """Seconds after which to look again for one that must run alone and that another worker has."""
 _PAUSED_POLL = 2.0
 
-Answer = TypeVar("Answer")
+Answer = TypeVar("Answer", Claimed, ClaimedDue)
 
 
 class Fetcher:
@@ -50,6 +50,8 @@ class Fetcher:
         self._batch = batch
         self._prefetch_bytes = prefetch_bytes
         self._orphaned = False
+        self._losses = 0
+        """How often this worker was taken over."""
         self._doubt: Literal["none", "routine", "strong"] = "none"
         self._polled_at = 0.0
         self._solitude = Solitude()
@@ -75,6 +77,7 @@ class Fetcher:
         for queue in self._queues.values():
             queue.forget()
         self._orphaned = True
+        self._losses += 1
         self._holdings.drop()
 
     def doubt(self) -> None:
@@ -181,8 +184,12 @@ class Fetcher:
 
     async def _ask(self, claim: Awaitable[Answer]) -> Answer:
         self._holdings.asking = True
+        losses = self._losses
         try:
-            return await claim
+            claimed = await claim
+            if losses != self._losses:  # it went to others while the reply was on its way
+                _drop(claimed)
+            return claimed
         finally:
             self._holdings.asking = False
             if self._holdings.closing:
@@ -206,7 +213,9 @@ class Fetcher:
             await holdings.settled.wait()
         return 0.0
 
-    def _take(self, queue_id: int, deliveries: Iterable[Delivery]) -> None:
+    def _take(self, queue_id: int, deliveries: Sequence[Delivery]) -> None:
+        if deliveries and deliveries[0].lease.dropped:
+            return
         self._holdings.take(deliveries)
         if not self._holdings.closing:
             self._queues[queue_id].offer(deliveries)
@@ -232,3 +241,11 @@ class Fetcher:
                 await self._holdings.news.wait()
         except TimeoutError:
             pass
+
+
+def _drop(claimed: Claimed | ClaimedDue) -> None:
+    """None of these is ours any more."""
+    for deliveries in claimed.deliveries.values():
+        for delivery in deliveries:
+            for each in chain(delivery):
+                each.lease.dropped = True

@@ -32,8 +32,6 @@ class TaskRunner:
     def __init__(self, execution: Execution, slots: int, finish: Finish) -> None:
         self.made_room: Callable[[], None] = lambda: None
         self._running = 0
-        self._freed = False
-        """A slot has just ended a call, and takes the next delivery."""
         self._execution = execution
         self._slots = slots
         self._finish = finish
@@ -58,7 +56,8 @@ class TaskRunner:
 
     def resume(self, delivery: Delivery) -> None:
         self._waiting.append(delivery)
-        if not self._freed:
+        slot = asyncio.current_task()
+        if slot is None or slot not in self._tasks or slot in self._replaced:
             self._fill()
 
     def _fill(self) -> None:
@@ -97,8 +96,13 @@ class TaskRunner:
         waiting, handle, finish, replaced = self._waiting, self._execution.handle, self._finish, self._replaced
         task = asyncio.current_task()
         assert task is not None
-        slice_end = time.monotonic() + SLICE
+        tenure = self._execution.tenure
+        now = time.monotonic()
+        slice_end = now + SLICE
         while waiting:
+            if now > tenure.until:
+                now = await tenure.wait()
+                continue
             delivery = waiting.popleft()
             lease = delivery.lease
             if lease.dropped:
@@ -112,14 +116,14 @@ class TaskRunner:
                 finish(delivery, verdict)
                 return
             self._running -= 1
-            self._freed = True
             finish(delivery, verdict)
-            self._freed = False
             if task.cancelling():
                 await forget_cancellation(task)
-            if time.monotonic() > slice_end:
+            now = time.monotonic()
+            if now > slice_end:
                 await asyncio.sleep(0)
-                slice_end = time.monotonic() + SLICE
+                now = time.monotonic()
+                slice_end = now + SLICE
 
     def _overran(self, task: asyncio.Task[Any], deliveries: Sequence[Delivery]) -> None:
         """The handler of this slot goes on although it was cancelled; when it ends, so does the slot."""

@@ -155,6 +155,7 @@ class ThreadRunner:
 
     def _handle(self, delivery: Any) -> Any:
         """Handle one delivery in this thread."""
+        self._execution.tenure.wait_blocking()
         lease = delivery.lease
         if delivery.seq > lease.started:  # noqa: PLR1730 - max() costs more, and this is per event
             lease.started = delivery.seq

@@ -44,6 +44,8 @@ class Watch:
     pulse: Callable[[], Pulse]
     connected: Callable[[], None]
     """A new connection stands: the server may have crashed in between."""
+    renewed: Callable[[float], None]
+    """A heartbeat was answered: until when, in monotonic seconds, nobody takes this worker over."""
     lost: Callable[[UUID], None]
     """This worker was taken over."""
     took_over: Callable[[], None]
@@ -103,13 +105,15 @@ class Heartbeat:
     def _beat_if_needed(self) -> None:
         pulse = self._watch.pulse()
         silent = time.monotonic() - self._sent_at
-        fresh = silent < self._lease / 3 and (pulse == self._sent or not pulse.started)
+        known = self._sent is not None and pulse.worker_id == self._sent.worker_id
+        fresh = silent < self._lease / 3 and known and (pulse == self._sent or not pulse.started)
         if fresh and self._connection is not None:
             return
         if self._connection is None:
             self._connect()
             pulse = self._watch.pulse()
         assert self._connection is not None
+        asked_at = time.monotonic()
         row = self._connection.execute(
             self._calls["beat"],
             (pulse.worker_id, self._lease, pulse.open_from, orjson.dumps(pulse.started).decode()),
@@ -117,7 +121,9 @@ class Heartbeat:
         assert row is not None
         alive, expired = row
         self._sent, self._sent_at = pulse, time.monotonic()
-        if not alive:
+        if alive:
+            self._watch.renewed(asked_at + self._lease)
+        else:
             self._watch.lost(pulse.worker_id)
         if expired:
             self._take_over(pulse.worker_id)
