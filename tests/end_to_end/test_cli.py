@@ -151,6 +151,7 @@ COMMANDS = (
     ("dead-letters", "show"),
     ("dead-letters", "redrive"),
     ("dead-letters", "discard"),
+    ("replay",),
     ("retries",),
     ("retries", "list"),
     ("scheduled", "list"),
