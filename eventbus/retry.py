@@ -62,6 +62,16 @@ class RetryPolicy:
         shortest, longest = wait * (1 - _SPREAD), min(self.cap, wait * (1 + _SPREAD))
         return min(max(shortest, shortest + (longest - shortest) * random()), longest)
 
+    def longest_path(self) -> float:
+        """Seconds that an event waits at most, over all its attempts, before it gives up."""
+        path = 0.0
+        for failed in range(1, self.max_attempts):
+            wait = self.delay(failed, _highest)
+            if wait >= self.cap:
+                return path + (self.max_attempts - failed) * wait
+            path += wait
+        return path
+
     def exhausted(self, failed_attempts: int) -> bool:
         """True when no attempt is left after ``failed_attempts`` failures."""
         return failed_attempts >= self.max_attempts
@@ -71,6 +81,10 @@ class RetryPolicy:
             return float(min(self.cap, self.first * float(self.factor) ** (max(failed_attempts, 1) - 1)))
         except OverflowError:
             return float(self.cap)
+
+
+def _highest() -> float:
+    return 1.0
 
 
 def _is_whole(value: object) -> bool:

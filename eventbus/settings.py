@@ -74,6 +74,12 @@ class Settings(BaseModel):
     max_crashes: int = Field(
         default=3, ge=1, le=1_000, description="an event whose handler killed this many workers is dead"
     )
+    processed_retention: float = Field(
+        default=7 * 86_400.0,
+        ge=60,
+        le=10 * 366 * 86_400.0,
+        description="how long completed executions of idempotent and transactional handlers are remembered",
+    )
     on_restore: Literal["pause", "resume"] = Field(
         default="pause", description="what to do when the database turns out to be a copy restored elsewhere"
     )

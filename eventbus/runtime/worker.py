@@ -44,7 +44,8 @@ class Parts:
     """What one worker is made of.
 
     ``open`` registers it, ``hear`` listens for wake-ups, ``leave`` says goodbye, ``close`` disconnects. ``undone``
-    tells whether other workers or publishers are in the middle of something in these queues.
+    tells whether other workers or publishers are in the middle of something in these queues. ``maintain`` cleans up,
+    and never ends by itself.
     """
 
     relay: Relay
@@ -52,6 +53,7 @@ class Parts:
     heart: Heart
     open: Callable[[], Awaitable[None]]
     hear: Callable[[], Coroutine[Any, Any, None]] | None
+    maintain: Callable[[], Coroutine[Any, Any, None]] | None
     undone: Callable[[Sequence[int]], Awaitable[bool]]
     leave: Callable[[], Awaitable[None]]
     close: Callable[[], Awaitable[None]]
@@ -121,6 +123,8 @@ class Worker:
         }
         if parts.hear is not None:
             tasks.add(asyncio.create_task(parts.hear(), name="listen"))
+        if parts.maintain is not None:
+            tasks.add(asyncio.create_task(parts.maintain(), name="maintain"))
         if self._until_idle:
             tasks.add(asyncio.create_task(self._watch_idle(), name="until-idle"))
         self._ready.set()

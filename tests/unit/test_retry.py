@@ -121,3 +121,22 @@ def test_a_policy_that_cannot_work_is_refused_at_once_with_the_name_of_the_optio
         RetryPolicy(**options)  # type: ignore[arg-type]
     assert str(refused.value).startswith(f"RetryPolicy({option}={options[option]!r}): {option} must be ")
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "seconds"),
+    [
+        (RetryPolicy(max_attempts=1), 0.0),
+        (RetryPolicy(max_attempts=4, first=1, factor=2, cap=300, jitter=False), 1 + 2 + 4),
+        (RetryPolicy(max_attempts=4, first=1, factor=2, cap=300), 1.9 * (1 + 2 + 4)),
+        (RetryPolicy(max_attempts=6, first=1, factor=2, cap=5, jitter=False), 1 + 2 + 4 + 5 + 5),
+        (RetryPolicy(max_attempts=1_000_000, first=1, factor=1, cap=1), 999_999),
+        (RetryPolicy(max_attempts=1_000_000, first=1, factor=1, cap=1000, jitter=False), 999_999),
+    ],
+)
+def test_the_longest_path_is_what_an_event_waits_when_every_attempt_fails_and_every_wait_is_the_longest(
+    policy: RetryPolicy, seconds: float
+) -> None:
+    assert policy.longest_path() == pytest.approx(seconds)
+    draws = [sum(policy.delay(failed, lambda: 1.0) for failed in range(1, min(policy.max_attempts, 100)))]
+    assert policy.longest_path() >= max(draws) - 1e-6

@@ -88,6 +88,10 @@ SELECT {schema}.record_progress(%s, %s::uuid, %s::bigint[], %s::json)
 -- Settles an ordered claim while some of it still runs.
 SELECT seq, exception_id FROM {schema}.detach(%s, %s::uuid, %s::bigint[], %s::json, %s::bigint[])
 
+-- name: purge_executions
+-- Removes completed executions that are old enough.
+SELECT {schema}.purge_executions(%s, %s)
+
 -- name: held
 -- What a worker holds by the database.
 SELECT kind, id FROM {schema}.held(%s::uuid, %s)

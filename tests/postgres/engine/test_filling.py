@@ -18,7 +18,7 @@ from eventbus.postgres.migrate import migrate
 from tests.postgres.engine.conftest import ClusterOf
 from tests.postgres.engine.driver import Engine
 from tests.postgres.engine.publishers import Ledger, Publisher
-from tests.postgres.engine.sessions import NewSession, open_transaction
+from tests.postgres.engine.sessions import Background, NewSession, gate_closed, open_transaction, stop_before
 from tests.postgres.engine.test_random_run import KILL_EVERY, PUBLISHERS, SECONDS, Ticker, in_threads, seed
 
 __all__ = ["seed"]
@@ -151,6 +151,25 @@ def test_what_commits_late_with_a_low_number_is_delivered_once(bus: Engine, sess
     assert sorted(bus.delivered(late)) == sorted(bus.delivered(1))
     assert len(set(bus.delivered(late))) == 7
     assert [event for event in bus.delivered(late) if event in events] == events
+
+
+def test_an_event_whose_xid_was_drawn_after_the_relays_snapshot_and_its_id_before_the_bound_is_not_lost(
+    own_bus: Engine, session: NewSession, background: Background
+) -> None:
+    relays, publishes = session(), session()
+    stop_before(own_bus, "tick", "SELECT CASE WHEN s.is_called")
+    own_bus.resolve(["orders.created"])
+    with gate_closed(own_bus):
+        events = [publishes.publish(), publishes.publish()]
+        tick = background.blocked(relays, relays.tick)
+        events.append(publishes.publish())
+    assert tick.result().events == 2
+    late = declare(own_bus, "late", "orders.#")
+    own_bus.resolve(["orders.created"])
+    assert fill(own_bus, late, 1).state == "more"
+    own_bus.relay()
+    fill_up(own_bus, late)
+    assert own_bus.delivered(late) == events
 
 
 def test_a_filling_waits_for_the_relay_and_for_a_paused_bus_instead_of_going_on(
@@ -287,9 +306,10 @@ def test_every_committed_event_is_delivered_once_to_queues_that_begin_in_the_mid
 
         def kill() -> None:
             while not stop.wait(KILL_EVERY):
-                killer.rows("SELECT pg_terminate_backend(%s)", chosen.choice([*tickers, *fillers]).pid)
+                pid = chosen.choice([one.pid for one in tickers] + [one.pid for one in fillers])
+                killer.rows("SELECT pg_terminate_backend(%s)", pid)
 
-        relaying = in_threads([runs.run for runs in (*tickers, *fillers)], failures)
+        relaying = in_threads([*(one.run for one in tickers), *(one.run for one in fillers)], failures)
         working = in_threads([*(publisher.run for publisher in publishers), kill], failures)
         until = time.monotonic() + SECONDS
         while time.monotonic() < until:

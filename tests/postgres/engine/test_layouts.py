@@ -343,3 +343,18 @@ def test_redriving_waits_until_a_layout_has_ended_so_that_no_letter_returns_to_l
         assert len(layouts(own_bus, queue)) == 2
     own_bus.claim(worker, queue)
     assert len(layouts(own_bus, queue)) == 1
+
+
+@pytest.mark.parametrize("lane", [0, 1, 2, 4])
+def test_a_layout_does_not_end_while_somebody_changes_keys_in_one_of_its_lanes_or_the_next(
+    bus: Engine, session: NewSession, lane: int
+) -> None:
+    queue = bus.declare_queue("work", kind="ordered", lanes=2)
+    worker, other = bus.register(), session()
+    change(bus, "work", 3)
+    with open_transaction(other):
+        other.rows("SELECT pg_advisory_xact_lock({bus}.lock_key('lane', %s, %s))", queue, lane)
+        assert bus.claim(worker, queue) is None
+        assert len(layouts(bus, queue)) == 2
+    bus.claim(worker, queue)
+    assert len(layouts(bus, queue)) == 1
