@@ -191,4 +191,28 @@ async def test_a_batch_that_hangs_costs_no_capacity_and_its_events_run_one_by_on
     await finish.wait_for(8)
     assert {outcome for _, outcome in finish.outcomes} == {"done"}
     assert sorted(batches[4:]) == [[1], [2], [3], [4]]
+    assert slots._overruns.replaced == 0  # type: ignore[attr-defined]
+    slots.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_events_that_run_one_by_one_use_all_slots(kind: str) -> None:
+    together = threading.Barrier(3)
+
+    def in_a_thread(events: list[Event]) -> None:
+        if len(events) > 1:
+            raise ValueError("bad")
+        together.wait(10)
+
+    async def on_the_loop(events: list[Event]) -> None:
+        await asyncio.to_thread(in_a_thread, events)
+
+    handlers: dict[str, Callable[..., Any]] = {
+        "in_a_thread": in_a_thread, "on_the_loop": on_the_loop, "returned": lambda events: on_the_loop(events),
+    }  # fmt: skip
+    finish = Finished()
+    slots = runner(handlers[kind], 3, finish, batch=3, batch_wait=60)
+    slots.offer(deliveries(3))
+    await finish.wait_for(3)
+    assert {outcome for _, outcome in finish.outcomes} == {"done"}
     slots.close()
