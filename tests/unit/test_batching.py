@@ -208,7 +208,7 @@ async def test_events_that_run_one_by_one_use_all_slots(kind: str) -> None:
         await asyncio.to_thread(in_a_thread, events)
 
     handlers: dict[str, Callable[..., Any]] = {
-        "in_a_thread": in_a_thread, "on_the_loop": on_the_loop, "returned": lambda events: on_the_loop(events),
+        "in_a_thread": in_a_thread, "on_the_loop": on_the_loop, "returned": lambda events: on_the_loop(events),  # noqa: PLW0108 - a plain function that returns a coroutine is the case
     }  # fmt: skip
     finish = Finished()
     slots = runner(handlers[kind], 3, finish, batch=3, batch_wait=60)
