@@ -156,7 +156,8 @@ BEGIN
     END IF;
     FOR v_lane IN
         SELECT c.id, c.queue_id, c.lane, c.lo, c.hi, {schema}.is_ordered(c.queue_id, c.lane) AS ordered,
-               (v_twins AND q.tracking = 'idempotent') OR q.tracking = 'transactional' AS looked_for
+               (v_twins AND q.tracking = 'idempotent') OR q.tracking = 'transactional' AS looked_for,
+               q.tracking = 'idempotent' AS owned
         FROM unnest(v_sifted) WITH ORDINALITY AS u (id, n)
         CROSS JOIN LATERAL (SELECT c.* FROM {schema}.claims c WHERE c.id = u.id OFFSET 0) c
         CROSS JOIN LATERAL (SELECT q.tracking FROM {schema}.queues q WHERE q.id = c.queue_id OFFSET 0) q
@@ -168,7 +169,7 @@ BEGIN
             FROM {schema}.deliveries d
             LEFT JOIN LATERAL (SELECT o.* FROM {schema}.outbox o WHERE o.id = d.outbox_id OFFSET 0) o ON true
             LEFT JOIN LATERAL (
-                SELECT {schema}.twin_of(p.completed_at, p.owner, d.outbox_id) AS twin
+                SELECT {schema}.twin_of(p.completed_at, p.owner, d.outbox_id, v_lane.owned) AS twin
                 FROM {schema}.processed_events p
                 WHERE p.queue_id = v_lane.queue_id AND p.event_id = o.event_id AND p.replay_id = d.replay_id OFFSET 0
             ) p ON v_lane.looked_for
@@ -388,7 +389,8 @@ BEGIN
         CROSS JOIN LATERAL (SELECT q.tracking FROM {schema}.queues q WHERE q.id = e.queue_id OFFSET 0) q
         LEFT JOIN LATERAL (SELECT o.* FROM {schema}.outbox o WHERE o.id = e.outbox_id OFFSET 0) o ON true
         LEFT JOIN LATERAL (
-            SELECT {schema}.twin_of(p.completed_at, p.owner, e.outbox_id) AS twin FROM {schema}.processed_events p
+            SELECT {schema}.twin_of(p.completed_at, p.owner, e.outbox_id, q.tracking = 'idempotent') AS twin
+            FROM {schema}.processed_events p
             WHERE p.queue_id = e.queue_id AND p.event_id = o.event_id AND p.replay_id = e.replay_id OFFSET 0
         ) p ON q.tracking <> 'none'
         ORDER BY u.n;
