@@ -211,7 +211,7 @@ class Connections:
                 return adapter
         if any(adapter.handles(connection) for adapter in self._async_adapters):
             raise PublishError(
-                f"{_name(connection)} is an async connection; await outbox.apublish_event(…) or apublish_events(…)"
+                f"{_name(connection)} is an async connection; use the methods that are awaited: await outbox.apublish_event(…)"
             )
         raise PublishError(_advice(connection))
 
@@ -222,7 +222,7 @@ class Connections:
                 return adapter
         if any(adapter.handles(connection) for adapter in self._adapters):
             raise PublishError(
-                f"{_name(connection)} is no async connection; call outbox.publish_event(…) or publish_events(…)"
+                f"{_name(connection)} is no async connection; call outbox.publish_event(…), without await"
             )
         raise PublishError(_advice(connection))
 

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, Unpack
 from uuid import UUID
 
 from eventbus.errors import NotInTransaction, PublishError
-from eventbus.publishing.connections import Connections, Statement
+from eventbus.publishing.connections import Adapter, AsyncAdapter, Connections, Statement
 from eventbus.publishing.outgoing import EventOptions, OutboxEvent, Row, checked_event_id, prepare
 from eventbus.settings import Settings
 
@@ -43,7 +43,7 @@ class Statements(Protocol):
 
 
 class Outbox:
-    """Publishes events in the caller's transaction; safe to share between threads and tasks.
+    """Publishes and takes back events in the caller's transaction; safe to share between threads and tasks.
 
     Each method raises :class:`~eventbus.errors.PublishError` before any SQL if something is wrong with an event or
     with the connection; the caller's transaction is then as it was.
@@ -107,19 +107,13 @@ class Outbox:
         :meth:`publish_event`.
         """
         statement = self._cancel(event_id)
-        connection = self._connection(conn)
-        adapter = self.connections.find(connection)
-        if not autocommit and not adapter.in_transaction(connection):
-            raise NotInTransaction(_not_in_transaction("cancel"))
+        connection, adapter = self._ready(conn, "cancel", autocommit=autocommit)
         return adapter.fetch(connection, statement) is not None
 
     async def acancel_event(self, event_id: UUID, *, autocommit: bool = False, conn: Any = None) -> bool:
         """As :meth:`cancel_event`, on an async connection."""
         statement = self._cancel(event_id)
-        connection = self._connection(conn)
-        adapter = self.connections.find_async(connection)
-        if not autocommit and not await adapter.in_transaction(connection):
-            raise NotInTransaction(_not_in_transaction("cancel"))
+        connection, adapter = await self._aready(conn, "cancel", autocommit=autocommit)
         return await adapter.fetch(connection, statement) is not None
 
     @contextmanager
@@ -140,18 +134,27 @@ class Outbox:
                 self._bound.reset(token)
 
     def _send(self, conn: Any, statements: Sequence[Statement], *, autocommit: bool) -> None:
-        connection = self._connection(conn)
-        adapter = self.connections.find(connection)
-        if not autocommit and not adapter.in_transaction(connection):
-            raise NotInTransaction(_not_in_transaction("publish"))
+        connection, adapter = self._ready(conn, "publish", autocommit=autocommit)
         adapter.execute(connection, statements)
 
     async def _asend(self, conn: Any, statements: Sequence[Statement], *, autocommit: bool) -> None:
+        connection, adapter = await self._aready(conn, "publish", autocommit=autocommit)
+        await adapter.execute(connection, statements)
+
+    def _ready(self, conn: Any, verb: str, *, autocommit: bool) -> tuple[Any, Adapter]:
+        """The connection to use and its adapter, if what is done there now belongs to a transaction or need not."""
+        connection = self._connection(conn)
+        adapter = self.connections.find(connection)
+        if not autocommit and not adapter.in_transaction(connection):
+            raise NotInTransaction(_not_in_transaction(verb))
+        return connection, adapter
+
+    async def _aready(self, conn: Any, verb: str, *, autocommit: bool) -> tuple[Any, AsyncAdapter]:
         connection = self._connection(conn)
         adapter = self.connections.find_async(connection)
         if not autocommit and not await adapter.in_transaction(connection):
-            raise NotInTransaction(_not_in_transaction("publish"))
-        await adapter.execute(connection, statements)
+            raise NotInTransaction(_not_in_transaction(verb))
+        return connection, adapter
 
     def _connection(self, conn: Any) -> Any:
         if conn is not None:

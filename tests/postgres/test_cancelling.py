@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,8 +46,8 @@ def due(conn: psycopg.Connection, outbox: Outbox) -> uuid.UUID:
     return event_id
 
 
-def fire(relay: psycopg.Connection) -> int:
-    row = relay.execute("SELECT fired FROM eventbus.fire_due(100, '-infinity')").fetchone()
+def fire(relay: psycopg.Connection, most: int = 100) -> int:
+    row = relay.execute("SELECT fired FROM eventbus.fire_due(%s, '-infinity')", [most]).fetchone()
     assert row is not None
     return int(row[0])
 
@@ -179,6 +180,7 @@ def test_hundreds_of_cancels_beside_a_firing_relay_each_event_is_cancelled_or_de
 ) -> None:
     events = [OutboxEvent("a", n, delay=0.0005 * n) for n in range(1, 600)]
     ids = outbox.publish_events(events, conn=conn, autocommit=True)
+    started = threading.Event()
 
     def cancel(mine: list[uuid.UUID]) -> list[uuid.UUID]:
         taken = []
@@ -187,13 +189,15 @@ def test_hundreds_of_cancels_beside_a_firing_relay_each_event_is_cancelled_or_de
                 if outbox.cancel_event(one, conn=connection) and number % 3:
                     taken.append(one)
                     connection.commit()
+                    started.set()
                 else:
                     connection.rollback()
         return taken
 
     with ThreadPoolExecutor(3) as threads:
         cancelling = [threads.submit(cancel, ids[n::3]) for n in range(3)]
-        wait_until(lambda: fire(relay) == 0 and all(one.done() for one in cancelling) and not waiting(conn))
+        assert started.wait(30)
+        wait_until(lambda: fire(relay, 5) == 0 and all(one.done() for one in cancelling) and not waiting(conn), 60)
         cancelled = {one for done in cancelling for one in done.result()}
     delivered = published(conn)
     assert len(delivered) == len(set(delivered))
