@@ -359,12 +359,18 @@ def test_nothing_is_appended_while_the_relay_numbers(busy: Line, dsn: str) -> No
     assert busy.claim("ledger")[2] == list(range(26, 52))
 
 
-def test_a_replay_stops_with_a_paused_bus_and_ends_with_its_queue(busy: Line, dsn: str) -> None:
+def test_a_replay_stops_with_a_paused_or_restored_bus_and_ends_with_its_queue(busy: Line, dsn: str) -> None:
     started = replaying.begin(busy.conn, SCHEMA, Wanted("ledger"))
     busy.conn.execute("UPDATE eventbus.bus SET state = 'paused'")
     with pytest.raises(BusPaused, match="eventbus resume"):
         replaying.play(busy.conn, SCHEMA, started)
     busy.conn.execute("UPDATE eventbus.bus SET state = 'running'")
+    here = busy.one("SELECT system_identifier FROM eventbus.ticks ORDER BY id DESC LIMIT 1")
+    busy.conn.execute("UPDATE eventbus.ticks SET system_identifier = 1")
+    with pytest.raises(BusPaused, match="eventbus resume"):
+        replaying.play(busy.conn, SCHEMA, started)
+    assert busy.one("SELECT count(*) FROM eventbus.deliveries WHERE replay_id > 0") == 0
+    busy.conn.execute("UPDATE eventbus.ticks SET system_identifier = %s", [here])
 
     def drop(_: int) -> None:
         with psycopg.connect(dsn, autocommit=True) as other:

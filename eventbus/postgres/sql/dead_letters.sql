@@ -49,13 +49,16 @@ WITH chosen AS NOT MATERIALIZED (
     WHERE l.id <= %(upto)s
 ), next AS MATERIALIZED (
     SELECT c.id, c.queue_id, c.key, c.seq FROM chosen c WHERE c.id > %(after)s ORDER BY c.id LIMIT %(limit)s
+), keys AS MATERIALIZED (
+    SELECT n.queue_id, n.key, max(n.seq) AS seq FROM next n
+    WHERE n.key IS NOT NULL
+      AND EXISTS (SELECT 1 FROM {schema}.layouts y WHERE y.queue_id = n.queue_id AND y.kind = 'ordered')
+    GROUP BY n.queue_id, n.key
 )
 SELECT n.id, max(n.id) OVER () AS cursor FROM next n
 UNION
 SELECT c.id, (SELECT max(n.id) FROM next n)
-FROM (SELECT n.queue_id, n.key, max(n.seq) AS seq FROM next n WHERE n.key IS NOT NULL GROUP BY 1, 2) n
-JOIN chosen c ON c.queue_id = n.queue_id AND c.key = n.key AND c.seq < n.seq
-WHERE EXISTS (SELECT 1 FROM {schema}.layouts y WHERE y.queue_id = n.queue_id AND y.kind = 'ordered')
+FROM keys k JOIN chosen c ON c.queue_id = k.queue_id AND c.key = k.key AND c.seq < k.seq
 
 -- name: redrive
 -- Moves these dead letters back to their queues, each in one piece.
