@@ -145,6 +145,7 @@ COMMANDS = (
     ("publish",),
     ("consume",),
     ("queues",),
+    ("queues", "lanes"),
     ("queues", "drop"),
     ("dead-letters",),
     ("dead-letters", "list"),
@@ -707,13 +708,60 @@ def test_queues_are_a_table_for_programs_in_a_pipe_and_the_bus_is_told_apart(on:
     said = on("queues")
     header, row = (text.split("\t") for text in said.out.splitlines())
     assert dict(zip(header, row, strict=True)) == {
-        "queue": "ledger", "patterns": "orders.#", "waiting": "0", "running": "0", "retrying": "0", "dead": "2",
-        "oldest": "",
+        "queue": "ledger", "patterns": "orders.#", "waiting": "0", "running": "0", "retrying": "0", "parked": "0",
+        "dead": "2", "oldest": "",
     }  # fmt: skip
     assert "workers: 1" in said.err
     assert "not relayed yet: 1" in said.err
     assert "PAUSED: a copy" in said.err
     assert on("resume").out == "the bus goes on\n"
+
+
+def test_the_lanes_of_an_ordered_queue_are_chosen_and_the_answer_says_when_they_count(on: Run, line: Line) -> None:
+    line.conn.execute("""SELECT eventbus.declare_queues('[{"name": "keyed", "patterns": ["#"], "kind": "ordered"}]')""")
+    said = on("queues", "lanes", "keyed", 4)
+    assert "keyed gets 4 lanes instead of 16, once the present ones are empty" in said.out
+    assert "keyed goes over to other lanes once the present ones are empty" in on("queues").err
+    assert on("queues", "lanes", "keyed", 4, "--json").json == {"queue": "keyed", "before": 4, "after": 4}
+    on("queues", "lanes", "ledger", 4).refused(1, "'ledger' is not ordered and has no lanes", "ordered=True")
+    on("queues", "lanes", "legder", 4).refused(1, "no queue 'legder'; known queues")
+    for wrong in (0, 1025, "x"):
+        on("queues", "lanes", "keyed", wrong).refused(2, "N")
+    line.conn.execute(
+        """SELECT eventbus.declare_queues('[{"name": "urgent", "patterns": ["#"], "kind": "prioritized"}]')"""
+    )
+    on("queues", "lanes", "urgent", 4).refused(1, "a lane for each priority", "priorities=")
+
+
+def test_keys_that_stand_still_are_shown_with_what_they_wait_for(on: Run, line: Line) -> None:
+    assert "no key of an ordered queue stands still" in on("queues", "--blocked").err
+    assert on("queues", "--blocked", "--json").json == []
+    line.conn.execute("""SELECT eventbus.declare_queues('[{"name": "keyed", "patterns": ["#"], "kind": "ordered",
+        "lanes": 1}]')""")
+    line.numbers["keyed"] = line.one("SELECT id FROM eventbus.queues WHERE name = 'keyed'")
+    for key in ("dead", "dead", "late", "late"):
+        line.publish(key=key)
+    line.relay()
+    parked = {"outcome": "parked"}
+    assert line.settle(line.claim("keyed"), s1=DEAD, s2=parked, s3=RETRY, s4=parked)
+    said = on("queues", "--blocked")
+    rows = [text.split("\t") for text in said.out.splitlines()]
+    assert rows[0] == ["queue", "key", "parked", "behind", "since"]
+    assert [row[:3] for row in rows[1:]] == [["keyed", "dead", "1"], ["keyed", "late", "1"]]
+    assert rows[1][3] == "dead letter 1: gave up"
+    assert rows[2][3].startswith("a retry, due in ")
+    assert rows[2][3].endswith("ValueError: no such order")
+    assert "eventbus dead-letters redrive NUMBER" in said.err
+    assert [item["by"] for item in on("queues", "--blocked", "--json").json] == ["dead letter", "retry"]
+
+
+def test_a_queue_that_still_gets_old_events_says_how_far_it_is(on: Run, line: Line) -> None:
+    line.publish()
+    line.relay()
+    line.conn.execute(
+        """SELECT eventbus.declare_queues('[{"name": "late", "patterns": ["#"], "start": "earliest"}]')"""
+    )
+    assert "late still gets what was relayed before it began: 0%" in on("queues").err
     assert "PAUSED" not in on("queues").err
 
 

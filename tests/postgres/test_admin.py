@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 
 import psycopg
@@ -10,6 +11,7 @@ import pytest
 from eventbus.postgres import admin, dead_letters
 from eventbus.postgres.admin import NotFound, Queue
 from eventbus.postgres.dropping import drop_queue
+from eventbus.postgres.lanes import NotOrdered, blocked, change_lanes
 from tests.postgres.line import DEAD, RETRY, SCHEMA, Line
 
 
@@ -63,6 +65,98 @@ def test_the_age_of_the_oldest_event_is_shown_wherever_it_waits(line: Line, kept
     age = line.queue("ledger").oldest_age
     assert age is not None
     assert 7200 <= age < 7300
+
+
+def keyed(line: Line, **options: object) -> None:
+    """Make the queue ``keyed``, ordered with one lane."""
+    wanted = {"name": "keyed", "patterns": ["orders.#"], "kind": "ordered", "lanes": 1, **options}
+    rows = line.conn.execute("SELECT name, id FROM eventbus.declare_queues(%s)", [json.dumps([wanted])])
+    line.numbers |= dict(rows.fetchall())
+
+
+def test_every_delivery_of_an_ordered_queue_is_counted_once_and_parked_ones_apart(line: Line) -> None:
+    keyed(line)
+
+    def all_figures() -> tuple[int, int, int, int, int]:
+        queue = line.queue("keyed")
+        return queue.waiting, queue.running, queue.retrying, queue.parked, queue.dead
+
+    for key in ("a", "a", "a", "b", "b", "c"):
+        line.publish(key=key)
+    line.relay()
+    assert all_figures() == (6, 0, 0, 0, 0)
+    parked = {"outcome": "parked"}
+    assert line.settle(line.claim("keyed", 5), s1=RETRY, s2=parked, s3=parked, s4=DEAD, s5=parked)
+    assert all_figures() == (1, 0, 1, 3, 1)
+    line.publish(key="a")
+    line.publish(key="d")
+    line.relay()
+    assert all_figures() == (3, 0, 1, 3, 1)
+    claim = line.claim("keyed")
+    assert all_figures() == (0, 2, 1, 4, 1)
+    assert line.settle(claim)
+    line.conn.execute("UPDATE eventbus.exceptions SET due_at = clock_timestamp()")
+    held = line.claim_due("keyed")
+    assert all_figures() == (0, 4, 0, 1, 1)
+    assert [line.settle_exception(one, outcome="done") for one in held] == [True] * 4
+    assert all_figures() == (0, 0, 0, 1, 1)
+    assert line.queue("keyed").oldest_age is not None, "what is parked waits"
+
+
+def test_a_queue_shows_how_it_is_split_what_it_records_and_that_its_lanes_change(line: Line) -> None:
+    queue = line.queue("ledger")
+    assert (queue.kind, queue.lanes, queue.tracking, queue.changing) == ("plain", 1, "none", False)
+    keyed(line, lanes=4, tracking="idempotent", when_exhausted="skip")
+    queue = line.queue("keyed")
+    assert (queue.kind, queue.lanes, queue.tracking, queue.when_exhausted) == ("ordered", 4, "idempotent", "skip")
+    change_lanes(line.conn, SCHEMA, "keyed", 8)
+    assert (line.queue("keyed").lanes, line.queue("keyed").changing) == (8, True)
+    line.claim("keyed")
+    assert (line.queue("keyed").lanes, line.queue("keyed").changing) == (8, False)
+
+
+def test_a_queue_that_is_filled_shows_how_far_it_is(line: Line) -> None:
+    for _ in range(4):
+        line.publish()
+    line.relay()
+    keyed(line, kind="plain", lanes=None, start="earliest")
+    assert (line.queue("keyed").state, line.queue("keyed").filled) == ("filling", 0.0)
+    line.conn.execute("SELECT eventbus.fill(%s, 2)", [line.numbers["keyed"]])
+    line.resolve(["orders.created"])
+    line.conn.execute("SELECT eventbus.fill(%s, 2)", [line.numbers["keyed"]])
+    assert line.queue("keyed").filled == 0.5
+    for _ in range(2):
+        line.conn.execute("SELECT eventbus.fill(%s, 2)", [line.numbers["keyed"]])
+    assert (line.queue("keyed").state, line.queue("keyed").filled) == ("active", None)
+
+
+def test_every_key_that_stands_still_says_what_it_waits_for_and_how_many_events_wait(line: Line) -> None:
+    keyed(line)
+    events = {label: line.publish(key=label[0]) for label in ("a1", "a2", "b1", "b2", "b3", "c1", "c2", "d1", "e1")}
+    line.relay()
+    parked = {"outcome": "parked"}
+    outcomes = {"s1": RETRY, "s2": parked, "s3": DEAD, "s4": parked, "s5": parked, "s6": RETRY, "s7": parked,
+                "s8": DEAD, "s9": RETRY}  # fmt: skip
+    assert line.settle(line.claim("keyed"), **outcomes)
+    line.conn.execute("UPDATE eventbus.exceptions SET due_at = clock_timestamp() WHERE key = 'c' AND state = 'waiting'")
+    line.claim_due("keyed", 1)
+    found = {item.key: item for item in blocked(line.conn, SCHEMA, limit=10)}
+    assert [*found] == ["b", "a", "c", "d"], "nothing waits behind e"
+    assert (found["b"].by, found["b"].event_id, found["b"].parked) == ("dead letter", events["b1"], 2)
+    assert (found["b"].reason, found["b"].dead_letter is not None, found["b"].due_in) == ("gave up", True, None)
+    assert (found["a"].by, found["a"].event_id, found["a"].parked, found["a"].attempts) == ("retry", events["a1"], 1, 1)
+    assert 50 < (found["a"].due_in or 0) <= 60
+    assert (found["c"].by, found["c"].event_id, found["c"].due_in) == ("running", events["c1"], None)
+    assert (found["d"].by, found["d"].parked) == ("dead letter", 0)
+    assert len(blocked(line.conn, SCHEMA, limit=2)) == 2
+    assert {item.queue for item in found.values()} == {"keyed"}
+
+
+def test_the_lanes_of_a_queue_that_is_not_ordered_cannot_be_chosen(line: Line) -> None:
+    with pytest.raises(NotOrdered, match="'ledger' is not ordered and has no lanes; subscribe it with ordered=True"):
+        change_lanes(line.conn, SCHEMA, "ledger", 4)
+    with pytest.raises(NotFound, match="no queue 'legder'"):
+        change_lanes(line.conn, SCHEMA, "legder", 4)
 
 
 def test_depths_are_read_without_counting_the_deliveries(line: Line) -> None:
