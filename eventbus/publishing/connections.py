@@ -211,7 +211,7 @@ class Connections:
                 return adapter
         if any(adapter.handles(connection) for adapter in self._async_adapters):
             raise PublishError(
-                f"{_name(connection)} is an async connection; use the methods that are awaited: await outbox.apublish_event(…)"
+                f"{_name(connection)} is an async connection; use the awaited methods: await outbox.apublish_event(…)"
             )
         raise PublishError(_advice(connection))
 
