@@ -13,6 +13,7 @@ from uuid import UUID, uuid4
 import orjson
 
 from eventbus.event import Event
+from eventbus.postgres.chains import Chains
 from eventbus.postgres.link import Link, Row
 from eventbus.postgres.statements import Statements
 from eventbus.transport import Claimed, ClaimedDue, Delivery, Due, Lease, Verdict
@@ -223,18 +224,18 @@ class PostgresConsumer:
     async def release_unknown(self, known: Collection[Lease], *, thorough: bool) -> int:
         if thorough:
             self.forget_newest_claim()
-        claims = {lease.claim_id for lease in known if lease.claim_id}
-        exceptions = {lease.exception_id for lease in known if lease.exception_id}
+        claims, exceptions = {lease.claim_id for lease in known}, {lease.exception_id for lease in known}
+        # a claim that is being taken apart on the other link may be exceptions by now, under the same token
+        tokens = {lease.token for lease in known if lease.claim_id and lease.ordered}
         floors = (self._floors[1], self._newest_claim)
         held = await self._claiming.rows(self._calls["held"], (self.worker_id, self._floors[0]))
         self._floors = floors
-        lost_claims = [number for kind, number in held if kind == "claim" and number not in claims]
-        lost_exceptions = [number for kind, number in held if kind == "exception" and number not in exceptions]
+        lost_claims = [n for kind, n, _ in held if kind == "claim" and n not in claims]
+        lost_exceptions = [n for kind, n, by in held if kind != "claim" and n not in exceptions and by not in tokens]
         if not lost_claims and not lost_exceptions:
             return 0
-        [row] = await self._claiming.rows(
-            self._calls["release_unknown"], (self.worker_id, sorted(lost_claims), sorted(lost_exceptions))
-        )
+        lost = (self.worker_id, sorted(lost_claims), sorted(lost_exceptions))
+        [row] = await self._claiming.rows(self._calls["release_unknown"], lost)
         return int(row[0])
 
     async def recover(self) -> None:
@@ -256,24 +257,6 @@ class PostgresConsumer:
         """
         started = {str(lease.claim_id): lease.started for lease in leases if lease.claim_id}
         return min([self._floors[0], *map(int, started)]), started
-
-
-class Chains:
-    """Links deliveries of the same key, in the order in which they come."""
-
-    def __init__(self) -> None:
-        self._last: dict[Any, Delivery] = {}
-
-    def begins(self, key: Any, delivery: Delivery) -> bool:
-        """Whether this is the first delivery of its key; otherwise it follows the one before. No key: always."""
-        if key is None:
-            return True
-        before = self._last.get(key)
-        self._last[key] = delivery
-        if before is None:
-            return True
-        before.following = delivery
-        return False
 
 
 def _not_later_than(seconds: float, due: Due) -> Due:
