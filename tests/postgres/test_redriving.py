@@ -204,6 +204,19 @@ def test_a_later_letter_that_is_redriven_waits_for_an_earlier_one_that_blocks(mi
     assert run_all(mixed) == [1, 2, 3]
 
 
+def test_what_came_to_wait_behind_a_later_letter_that_blocks_goes_on_once_that_is_redriven(line: Line) -> None:
+    ordered(line, "skip")
+    publish(line, "kk")
+    assert line.settle(line.claim("book"), s1=DEAD, s2=DEAD)
+    ordered(line, "park")
+    publish(line, "kk")
+    assert line.settle(line.claim("book"), s3=DEAD, s4=PARKED)
+    redrive(line, Selection(ids=(1, 2)))
+    order = run_all(line)
+    redrive(line)
+    assert order + run_all(line) == [1, 2, 3, 4]
+
+
 def test_a_letter_without_a_key_waits_for_nobody(line: Line) -> None:
     ordered(line)
     line.publish()
@@ -287,20 +300,35 @@ def by_claim(line: Line, claim: tuple[int, Any, list[int]]) -> list[tuple[int, A
 
 
 @pytest.mark.parametrize("change", [redrive, discard])
-def test_a_lane_that_is_retired_at_this_very_moment_takes_no_letter_along(line: Line, dsn: str, change: Any) -> None:
+def test_a_letter_whose_lane_changes_at_this_very_moment_is_changed_under_the_lock_of_the_new_one(
+    line: Line, dsn: str, change: Any
+) -> None:
     declare(line)
     publish(line, "k")
     assert line.settle(line.claim("book"), s1=DEAD)
-    with psycopg.connect(dsn) as retiring, psycopg.connect(dsn, autocommit=True) as other:
-        retiring.execute("SELECT eventbus.lock_lanes(%s, '{0}')", [[line.numbers["book"]]])
+    lock = "SELECT eventbus.lock_lanes(%s, %s)"
+    with (
+        psycopg.connect(dsn) as retiring,
+        psycopg.connect(dsn) as claiming,
+        psycopg.connect(dsn, autocommit=True) as other,
+        ThreadPoolExecutor(1) as thread,
+    ):
         mine = Line.__new__(Line)
         mine.conn = other
-        with ThreadPoolExecutor(1) as thread:
-            moved = thread.submit(change, mine)
-            wait_until(lambda: line.one("SELECT cardinality(pg_blocking_pids(%s))", other.info.backend_pid))
-            retiring.execute("UPDATE eventbus.dead_letters SET lane = 1")
-            retiring.commit()
-            assert moved.result(30) == [1]
+
+        def waits_for(holder: psycopg.Connection) -> bool:
+            blocking = line.one("SELECT pg_blocking_pids(%s)", other.info.backend_pid)
+            return bool(blocking == [holder.info.backend_pid])
+
+        retiring.execute(lock, [[line.numbers["book"]], [0]])
+        claiming.execute(lock, [[line.numbers["book"]], [1]])
+        moved = thread.submit(change, mine)
+        wait_until(lambda: waits_for(retiring))
+        retiring.execute("UPDATE eventbus.dead_letters SET lane = 1")
+        retiring.commit()
+        wait_until(lambda: waits_for(claiming))
+        claiming.commit()
+        assert moved.result(30) == [1]
     assert letters(line) == {}
     lanes = [lane for (lane,) in line.conn.execute("SELECT lane FROM eventbus.exceptions")]
     assert lanes == ([1] if change is redrive else [])
