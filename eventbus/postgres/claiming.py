@@ -235,8 +235,7 @@ class PostgresConsumer:
         if not lost_claims and not lost_exceptions:
             return 0
         lost = (self.worker_id, sorted(lost_claims), sorted(lost_exceptions))
-        [row] = await self._claiming.rows(self._calls["release_unknown"], lost)
-        return int(row[0])
+        return int((await self._claiming.rows(self._calls["release_unknown"], lost))[0][0])
 
     async def recover(self) -> None:
         await self._claiming.recover()

@@ -76,13 +76,14 @@ $body$;
 
 -- What this worker holds, by the database: open claims and exceptions. Claims are looked for from the open_from of its
 -- last heartbeat on, which has been checked; p_open_from counts only for a worker that is not registered any more.
-CREATE FUNCTION {schema}.held(p_worker uuid, p_open_from bigint) RETURNS TABLE (kind text, id bigint)
+CREATE FUNCTION {schema}.held(p_worker uuid, p_open_from bigint) RETURNS TABLE (kind text, id bigint, token uuid)
 LANGUAGE sql STABLE SET enable_seqscan = off SET enable_bitmapscan = off
 BEGIN ATOMIC
-    SELECT 'claim', c.id FROM {schema}.claims c
+    SELECT 'claim', c.id, c.token FROM {schema}.claims c
     WHERE c.worker_id = p_worker
       AND c.id >= coalesce((SELECT w.open_from FROM {schema}.workers w WHERE w.id = p_worker), p_open_from)
       AND NOT EXISTS (SELECT 1 FROM {schema}.settlements s WHERE s.claim_id = c.id)
     UNION ALL
-    SELECT 'exception', e.id FROM {schema}.exceptions e WHERE e.worker_id = p_worker AND e.state = 'claimed';
+    SELECT 'exception', e.id, e.token FROM {schema}.exceptions e
+    WHERE e.worker_id = p_worker AND e.state = 'claimed';
 END;

@@ -94,7 +94,7 @@ SELECT {schema}.purge_executions(%s, %s)
 
 -- name: held
 -- What a worker holds by the database.
-SELECT kind, id FROM {schema}.held(%s::uuid, %s)
+SELECT kind, id, token FROM {schema}.held(%s::uuid, %s)
 
 -- name: release_unknown
 -- Gives back what a worker holds without knowing.
