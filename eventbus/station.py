@@ -185,6 +185,7 @@ class Station:
     async def _close(self) -> None:
         for queue in self._consumer.queues.values():
             queue.runner.close()
+            _tell_of(queue)
         for boundary in self._boundaries:
             boundary.close()
         for link in self._links:
@@ -252,3 +253,13 @@ def _knower(completions: Completions | None) -> Callable[[Delivery], bool]:
         return completions.has(execution_of(delivery.event), time.monotonic())
 
     return completed
+
+
+def _tell_of(queue: QueueState) -> None:
+    """Say how often remembered completions saved a second look, if they were asked at all."""
+    completions = queue.completions
+    if completions is not None and completions.lookups:
+        log.info(
+            "queue %s: %d of %d events that waited for another copy of them were known to be completed",
+            queue.name, completions.hits, completions.lookups, extra={"queue": queue.name},
+        )  # fmt: skip
