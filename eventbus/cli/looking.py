@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Final
 from uuid import UUID
 
@@ -20,7 +20,7 @@ _STYLES: Final[Mapping[str, str]] = {
     "dead": "red",
     "retrying": "yellow",
     "parked": "yellow",
-    "not matched": "dim",
+    "filling": "dim",
     "no copy": "dim",
 }
 
@@ -68,8 +68,16 @@ def _show(invocation: Invocation, explanation: Explanation) -> None:
         line(f"  - {reason}", "yellow")
     for copy in explanation.copies:
         _show_copy(invocation, copy)
-    if not explanation.copies:
+    if explanation.unmatched:
+        line()
+        line(f"no pattern of these queues matches: {_listed(explanation.unmatched)}", "dim")
+    elif not explanation.copies:
         line("  no queues yet: a consumer makes them when it starts (eventbus consume MODULE)")
+
+
+def _listed(names: Sequence[str], most: int = 10) -> str:
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _show_copy(invocation: Invocation, copy: Copy) -> None:
@@ -79,6 +87,8 @@ def _show_copy(invocation: Invocation, copy: Copy) -> None:
     line()
     line(f"queue {copy.queue}{patterns}", "cyan")
     line(f"  {shown(standing.what)}", _STYLES.get(standing.stage, ""))
+    for note in standing.notes:
+        line(f"  {note}", "dim")
     for reason in standing.why:
         line(f"  - {shown(reason)}", "yellow")
 

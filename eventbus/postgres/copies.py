@@ -6,27 +6,29 @@ that covers the delivery; then the position of its lane.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from eventbus.postgres.admin import State, Worker
 
 Facts = dict[str, Any]
-Stage = Literal["not matched", "not relayed", "no copy", "waiting", "running", "retrying", "parked", "dead", "done"]
+Stage = Literal["not relayed", "no copy", "filling", "waiting", "running", "retrying", "parked", "dead", "done"]
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
     """Where a copy stands.
 
-    ``what``: the stage in words. ``why``: why it is not moving, or why there is no copy. ``facts``: the same for
-    programs, as far as they apply: position, ahead, host, pid, attempts, due_at, error and so on.
+    ``what``: the stage in words. ``why``: why it is not moving, or why there is no copy. ``notes``: where the copy came
+    from, and what is recorded of its execution. ``facts``: the same for programs, as far as they apply: position,
+    ahead, host, pid, attempts, due_at, error, behind, execution and so on.
     """
 
     stage: Stage
     what: str
     why: tuple[str, ...] = ()
     facts: Facts = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Around:
     bus: State
     workers: list[Worker]
     consumers: dict[str, Facts]
-    """By queue: the worker that claimed from it last."""
+    """By queue: the worker that claimed from it last, and how far it is while it is filling."""
     lease: float
 
     @property
@@ -51,6 +53,37 @@ class Around:
 
 def standing(facts: Facts, around: Around) -> Standing:
     """Where one delivery stands."""
+    found = _standing(facts, around)
+    notes, more = _origin(facts)
+    executed, execution = _execution(facts, done=found.stage == "done")
+    return replace(found, notes=(*notes, *executed), facts={**found.facts, **more, **execution})
+
+
+def _origin(facts: Facts) -> tuple[tuple[str, ...], Facts]:
+    """What a copy says that is not simply the event as it was relayed."""
+    replay, letter = facts["replay_id"], facts["redriven_from"]
+    notes = () if not replay else (f"played once more by replay {replay}",)
+    if letter is not None:
+        notes = (*notes, f"redriven: it was dead letter {letter}")
+    more = {"replay": replay or None, "redriven_from": letter}
+    return notes, {name: value for name, value in more.items() if value is not None}
+
+
+def _execution(facts: Facts, *, done: bool) -> tuple[tuple[str, ...], Facts]:
+    """What is recorded of the execution, in a queue that records it."""
+    if not facts["executed"]:
+        return (), {}
+    if facts["completed_at"] is not None:
+        again = "" if done else "; the handler does not run for it again"
+        note = f"its execution was completed at {facts['completed_at']:%Y-%m-%d %H:%M:%S%z}{again}"
+        return (note,), {"execution": "completed", "completed_at": facts["completed_at"]}
+    elsewhere = facts["owner"] is not None and facts["owner"] != facts["outbox_id"]
+    whose = ", by another delivery of the same event id" if elsewhere else ""
+    note = f"its execution is pending since {facts['begun_at']:%Y-%m-%d %H:%M:%S%z}{whose}"
+    return (note,), {"execution": "pending", "pending_since": facts["begun_at"]}
+
+
+def _standing(facts: Facts, around: Around) -> Standing:
     if facts["letter"] is not None:
         return _dead(facts)
     if facts["exception"] is not None:
@@ -64,12 +97,13 @@ def standing(facts: Facts, around: Around) -> Standing:
     return Standing("done", f"done{at}", facts={"settled_at": settled_at})
 
 
-def no_standing(*, matched: bool, relayed: bool) -> Standing:
-    """Where a queue stands that has no copy."""
-    if not matched:
-        return Standing("not matched", "no pattern of this queue matches the topic")
+def no_standing(filled: float | None, *, relayed: bool) -> Standing:
+    """Where a queue stands that matches and has no copy; ``filled``: how far it is, from 0 to 1, if it is filling."""
     if not relayed:
         return Standing("not relayed", "gets a copy once the event is relayed")
+    if filled is not None:
+        what = f"the queue still gets what was relayed before it began: {filled:.0%}; this event in its turn"
+        return Standing("filling", what, facts={"filled": filled})
     why = "the queue got this pattern after the event was relayed, or the copy was done and retention removed it"
     return Standing("no copy", "matches now, but has no copy", (why,))
 
@@ -96,7 +130,10 @@ def _dead(facts: Facts) -> Standing:
         "crashes": crashes,
         "error": facts["letter_error"],
     }
-    return Standing("dead", what, (f"it gave up; to try again: eventbus dead-letters redrive {facts['letter']}",), more)
+    why: tuple[str, ...] = (f"it gave up; to try again: eventbus dead-letters redrive {facts['letter']}",)
+    if facts["letter_blocks"]:
+        why = (*why, "later events of its key wait until it is redriven or discarded")
+    return Standing("dead", what, why, more)
 
 
 def _exception(facts: Facts, around: Around) -> Standing:
@@ -106,13 +143,30 @@ def _exception(facts: Facts, around: Around) -> Standing:
     more = {"attempts": attempts, "crashes": crashes, "due_at": facts["due_at"], "error": facts["last_error"]}
     blocked = _blocked(facts, around) if due_in <= 0 else ()
     if facts["state"] == "parked":
-        return Standing("parked", "parked behind an earlier event of its key", blocked, more)
+        return _parked(facts, more, blocked)
     due = f"due in {duration(due_in)}" if due_in > 0 else f"due since {duration(-due_in)}"
     if attempts == 0 and crashes == 0:
         return Standing("waiting", f"back in the queue, {due}", blocked, more)
     error = message_of(facts["last_error"])
     what = f"retrying after {_tries(attempts, crashes)}, {due}{': ' if error else ''}{error}"
     return Standing("retrying", what, blocked, more)
+
+
+def _parked(facts: Facts, more: Facts, blocked: tuple[str, ...]) -> Standing:
+    if facts["front_state"] is not None:
+        due_in = facts["front_due_in"]
+        doing = "is running" if facts["front_state"] == "claimed" else "waits"
+        if facts["front_state"] != "claimed" and (facts["front_attempts"] or facts["front_crashes"]):
+            due = f"due in {duration(due_in)}" if due_in > 0 else f"due since {duration(-due_in)}"
+            doing = f"is retried after {_tries(facts['front_attempts'], facts['front_crashes'])}, {due}"
+        what = f"parked behind event {facts['front_event']} of its key, which {doing}"
+        return Standing("parked", what, blocked, {**more, "behind": facts["front_event"]})
+    if facts["blocker"] is not None:
+        letter = facts["blocker"]
+        what = f"parked behind dead letter {letter} of its key: {facts['blocker_reason']}"
+        why = (f"to go on: eventbus dead-letters redrive {letter}, or discard {letter}",)
+        return Standing("parked", what, why, {**more, "behind": facts["blocker_event"], "behind_dead_letter": letter})
+    return Standing("parked", "parked behind an earlier event of its key", blocked, more)
 
 
 def _waiting(facts: Facts, around: Around) -> Standing:

@@ -30,7 +30,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where an event stands: as a whole (``what`` and ``why``), and its copy in each queue."""
+    """Where an event stands: as a whole (``what`` and ``why``), and its copy in each queue that matches or has one.
+
+    ``unmatched``: the other queues.
+    """
 
     event_id: UUID
     topic: str
@@ -42,6 +45,7 @@ class Explanation:
     what: str
     why: tuple[str, ...]
     copies: tuple[Copy, ...]
+    unmatched: tuple[str, ...]
 
 
 def explain(connection: psycopg.Connection, schema: str, event_id: UUID, *, lease: float) -> Explanation:
@@ -76,7 +80,11 @@ class _Reader:
             return self._explanation(event, "relayed", "relayed", copies=copies)
         why = self._why_not_relayed(event, around)
         return self._explanation(
-            event, "not relayed", "committed, not relayed yet", why, self._no_copies(event["topic"], (), relayed=False)
+            event,
+            "not relayed",
+            "committed, not relayed yet",
+            why,
+            self._no_copies(event["topic"], (), around, relayed=False),
         )
 
     def _around(self, lease: float) -> Around:
@@ -97,7 +105,7 @@ class _Reader:
         event = scheduled[0]
         late = event["due_in"] <= 0
         what = f"scheduled, due since {duration(-event['due_in'])}" if late else f"due in {duration(event['due_in'])}"
-        copies = self._no_copies(event["topic"], (), relayed=False)
+        copies = self._no_copies(event["topic"], (), around, relayed=False)
         return self._explanation(event, "scheduled", what, stopped(around) if late else (), copies)
 
     def _why_not_relayed(self, event: Facts, around: Around) -> tuple[str, ...]:
@@ -116,14 +124,16 @@ class _Reader:
         copies = tuple(
             Copy(row["queue"] or "(dropped)", patterns.get(row["queue"], ()), standing(row, around)) for row in rows
         )
-        others = self._no_copies(topic, {copy.queue for copy in copies}, relayed=True)
+        others = self._no_copies(topic, {copy.queue for copy in copies}, around, relayed=True)
         return tuple(sorted(copies + others, key=lambda copy: copy.queue))
 
-    def _no_copies(self, topic: str, having: set[str] | tuple[()], *, relayed: bool) -> tuple[Copy, ...]:
+    def _no_copies(
+        self, topic: str, having: set[str] | tuple[()], around: Around, *, relayed: bool
+    ) -> tuple[Copy, ...]:
         return tuple(
-            Copy(queue, patterns, no_standing(matched=bool(patterns), relayed=relayed))
+            Copy(queue, patterns, no_standing(around.consumers[queue]["filled"], relayed=relayed))
             for queue, patterns in self._patterns(topic).items()
-            if queue not in having
+            if patterns and queue not in having
         )
 
     def _patterns(self, topic: str) -> dict[str, tuple[str, ...]]:
@@ -153,7 +163,11 @@ class _Reader:
             what=what,
             why=why,
             copies=copies,
+            unmatched=self._unmatched(event["topic"], {copy.queue for copy in copies}),
         )
+
+    def _unmatched(self, topic: str, listed: set[str]) -> tuple[str, ...]:
+        return tuple(name for name, patterns in self._patterns(topic).items() if not patterns and name not in listed)
 
     def _rows(self, statement: str, **parameters: Any) -> list[Facts]:
         return self._cursor.execute(self._explain[statement], {"event": self._event_id, **parameters}).fetchall()

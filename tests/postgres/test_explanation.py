@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from uuid import UUID, uuid4
 
 import psycopg
@@ -39,15 +40,15 @@ def test_an_unknown_event_is_not_found(line: Line) -> None:
         told(line, uuid4())
 
 
-def test_every_queue_is_listed_with_the_patterns_that_match(line: Line) -> None:
+def test_every_queue_that_matches_is_listed_with_its_patterns_and_the_others_by_name(line: Line) -> None:
     event_id = line.publish()
     line.relay()
     explanation = told(line, event_id)
     assert explanation.stage == "relayed"
     assert [(copy.queue, copy.patterns, copy.standing.stage) for copy in explanation.copies] == [
         ("ledger", ("orders.#", "orders.*"), "waiting"),
-        ("other", (), "not matched"),
     ]
+    assert explanation.unmatched == ("other",)
 
 
 def test_an_event_whose_transaction_commits_late_is_not_relayed_yet(line: Line, dsn: str) -> None:
@@ -64,7 +65,8 @@ def test_an_event_whose_transaction_commits_late_is_not_relayed_yet(line: Line, 
     assert {told(line, event_id).stage for event_id in before} == {"relayed"}
     explanation = told(line, row[0])
     assert explanation.stage == "not relayed"
-    assert [copy.standing.stage for copy in explanation.copies] == ["not relayed", "not matched"]
+    assert [(copy.queue, copy.standing.stage) for copy in explanation.copies] == [("ledger", "not relayed")]
+    assert explanation.unmatched == ("other",)
     line.relay()
     assert told(line, row[0]).stage == "relayed"
 
@@ -238,3 +240,123 @@ def test_one_event_among_many_is_found_without_reading_all_deliveries(line: Line
     before = line.rows_read("deliveries")
     assert standing(line, event_id).stage == "waiting"
     assert line.rows_read("deliveries") - before < 20_000
+
+
+def keyed(line: Line, **options: object) -> None:
+    """Make the queue ``keyed``, ordered with one lane; it gets users' events."""
+    wanted = {"name": "keyed", "patterns": ["users.#"], "kind": "ordered", "lanes": 1, **options}
+    rows = line.conn.execute("SELECT name, id FROM eventbus.declare_queues(%s)", [json.dumps([wanted])])
+    line.numbers |= dict(rows.fetchall())
+
+
+PARKED = {"outcome": "parked"}
+
+
+def test_a_parked_copy_names_the_event_that_it_waits_for_and_what_that_one_does(line: Line) -> None:
+    keyed(line)
+    first, second = (line.publish("users.seen", key="a") for _ in range(2))
+    line.relay()
+    assert line.settle(line.claim("keyed"), s1=RETRY, s2=PARKED)
+    parked = standing(line, second, "keyed")
+    assert parked.stage == "parked"
+    assert parked.what.startswith(f"parked behind event {first} of its key, which is retried after 1 attempt, due in ")
+    assert parked.facts["behind"] == first
+    line.conn.execute("UPDATE eventbus.exceptions SET due_at = clock_timestamp() WHERE state = 'waiting'")
+    [held] = line.claim_due("keyed", 1)
+    assert standing(line, second, "keyed").what == f"parked behind event {first} of its key, which is running"
+    assert line.settle_exception(held, outcome="released")
+    assert standing(line, second, "keyed").what.startswith(f"parked behind event {first} of its key, which is retried")
+
+
+def test_a_copy_behind_a_dead_letter_names_it_and_says_how_to_go_on(line: Line) -> None:
+    keyed(line)
+    first, second = (line.publish("users.seen", key="a") for _ in range(2))
+    line.relay()
+    assert line.settle(line.claim("keyed"), s1=DEAD, s2=PARKED)
+    parked = standing(line, second, "keyed")
+    assert parked.what == "parked behind dead letter 1 of its key: gave up"
+    assert parked.why == ("to go on: eventbus dead-letters redrive 1, or discard 1",)
+    assert (parked.facts["behind"], parked.facts["behind_dead_letter"]) == (first, 1)
+    assert "later events of its key wait until it is redriven or discarded" in standing(line, first, "keyed").why
+
+
+def test_a_copy_says_what_is_recorded_of_its_execution(line: Line) -> None:
+    keyed(line, kind="plain", lanes=None, tracking="idempotent")
+    events = [line.publish("users.seen") for _ in range(2)]
+    line.relay()
+    claim = line.claim("keyed")
+    events.append(line.publish("users.seen"))
+    line.relay()
+    assert standing(line, events[0], "keyed").facts["execution"] == "pending"
+    assert line.settle(claim, s2=RETRY)
+    done, retrying, waiting = (standing(line, event, "keyed") for event in events)
+    assert done.notes[0].startswith("its execution was completed at 20")
+    assert not done.notes[0].endswith("again")
+    assert retrying.notes[0].startswith("its execution is pending since 20")
+    assert (waiting.notes, "execution" in waiting.facts) == ((), False)
+    line.conn.execute("SELECT eventbus.publish('users.seen', '1', event_id => %s)", [events[0]])
+    line.relay()
+    _, twin = (copy.standing for copy in told(line, events[0]).copies if copy.queue == "keyed")
+    assert (twin.stage, twin.facts["execution"]) == ("waiting", "completed")
+    assert twin.notes[0].endswith("the handler does not run for it again")
+
+
+def test_a_pending_execution_of_another_delivery_is_told_apart(line: Line) -> None:
+    keyed(line, kind="plain", lanes=None, tracking="idempotent")
+    event_id = line.publish("users.seen")
+    line.conn.execute("SELECT eventbus.publish('users.seen', '1', event_id => %s)", [event_id])
+    line.relay()
+    line.claim("keyed", 1)
+    mine, other = (copy.standing for copy in told(line, event_id).copies if copy.queue == "keyed")
+    assert not mine.notes[0].endswith("by another delivery of the same event id")
+    assert other.notes[0].endswith("by another delivery of the same event id")
+
+
+def test_a_redriven_copy_and_a_replayed_one_say_where_they_come_from(line: Line) -> None:
+    from eventbus.postgres.dead_letters import Selection, redrive
+
+    event_id = line.publish()
+    line.relay()
+    assert line.settle(line.claim("ledger"), s1=DEAD)
+    redrive(line.conn, SCHEMA, Selection())
+    assert standing(line, event_id).notes == ("redriven: it was dead letter 1",)
+    replay = line.one("SELECT eventbus.begin_replay(%s, NULL, NULL, ARRAY['orders.created'])", line.numbers["ledger"])
+    line.conn.execute("SELECT eventbus.replay_step(%s, 100, 100)", [replay])
+    copies = [copy.standing for copy in told(line, event_id).copies if copy.queue == "ledger"]
+    assert [copy.notes for copy in copies] == [
+        ("redriven: it was dead letter 1",),
+        (f"played once more by replay {replay}",),
+    ]
+    assert copies[1].facts["replay"] == replay
+
+
+def test_an_event_that_a_filling_queue_does_not_have_yet_is_told_to_come(line: Line) -> None:
+    event_id = line.publish()
+    line.relay()
+    keyed(line, kind="plain", lanes=None, patterns=["orders.*"], start="earliest")
+    filling = standing(line, event_id, "keyed")
+    assert filling.stage == "filling"
+    assert filling.what == "the queue still gets what was relayed before it began: 0%; this event in its turn"
+
+
+def test_a_copy_whose_lanes_have_changed_is_shown_once_where_it_is_now(line: Line) -> None:
+    keyed(line)
+    events = [line.publish("users.seen", key="a") for _ in range(2)]
+    line.relay()
+    assert line.settle(line.claim("keyed"), s1=RETRY, s2=PARKED)
+    keyed(line, lanes=4)
+    line.claim("keyed")
+    for event_id, stage in zip(events, ("retrying", "parked"), strict=True):
+        mine = [copy for copy in told(line, event_id).copies if copy.queue == "keyed"]
+        assert [copy.standing.stage for copy in mine] == [stage]
+
+
+def test_the_worker_that_claimed_last_is_found_in_any_lane(line: Line) -> None:
+    keyed(line, lanes=64)
+    events = [line.publish("users.seen", key=f"key{number}") for number in range(20)]
+    line.relay()
+    line.claim("keyed", 3)
+    late = [standing(line, event_id, "keyed") for event_id in events]
+    waiting = [one for one in late if one.stage == "waiting"]
+    assert waiting
+    assert all(one.why == () for one in waiting), "a worker is at it"
