@@ -1,14 +1,16 @@
 """Drops a queue while workers run: nothing of it is handled twice, and none of its numbers is used again.
 
-A queue can be large, so this is many short transactions. What makes that safe is the order. First the routing ends and
-everything that waits is claimed for nobody; then the rows go, except the newest delivery and claim of each lane, which
-hold the positions; these go with the queue itself, in one transaction. A drop that was interrupted is simply repeated.
+A queue can be large, so this is many short transactions. What makes that safe is the order. First ends what feeds it
+(routing, filling, replays), and everything that waits is claimed for nobody; then the rows go, except the newest
+delivery and claim of each lane, which hold the positions; these go with the queue itself, in one transaction. A drop
+that was interrupted is simply repeated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from uuid import UUID
 
 import psycopg
 
@@ -60,6 +62,8 @@ class _Drop:
         with changing(self._connection):
             self._connection.execute(self._lock_tick)
             self._run("unbind")
+            for (lanes,) in self._run("lanes"):  # no other layout gets anything from now on
+                self._parameters["lanes"] = lanes
         with changing(self._connection):
             self._run("lock_lanes")
             self._run("end_claims")
@@ -70,6 +74,7 @@ class _Drop:
         """Remove all rows but the newest of each lane."""
         self._all_of("delete_exceptions")
         self._all_of("delete_letters")
+        self._all_executions()
         for lane in range(self._parameters["lanes"]):
             self._all_of("delete_deliveries", lane)
             self._all_of("delete_claims", lane)
@@ -94,6 +99,13 @@ class _Drop:
         while after is not None:
             with changing(self._connection):
                 after = self._run(statement, lane=lane, after=after).fetchall()[0][0]
+            self._progress()
+
+    def _all_executions(self) -> None:
+        last: tuple[UUID, int] | None = (UUID(int=0), -1)
+        while last is not None:
+            with changing(self._connection):
+                last = self._run("delete_executions", event=last[0], replay=last[1]).fetchone()
             self._progress()
 
     def _run(self, statement: str, **more: Any) -> psycopg.Cursor:

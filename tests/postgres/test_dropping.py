@@ -14,7 +14,10 @@ from eventbus.postgres.admin import queues, topics
 from eventbus.postgres.dropping import QueueInUse, _Drop, drop_queue
 from tests.postgres.line import DEAD, RETRY, SCHEMA, Claim, Line
 
-TABLES = ("bindings", "routes", "deliveries", "claims", "exceptions", "dead_letters")
+TABLES = (
+    "bindings", "routes", "deliveries", "claims", "exceptions", "dead_letters", "processed_events", "layouts",
+    "fillings", "replays",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -262,3 +265,126 @@ def test_a_name_that_is_used_again_is_a_new_queue(line: Line) -> None:
     line.publish()
     line.relay()
     assert line.queue("ledger").waiting == 1
+
+
+def keyed(line: Line, **options: object) -> None:
+    """Make or change the queue ``keyed``."""
+    wanted = {"name": "keyed", "patterns": ["orders.#"], **options}
+    rows = line.conn.execute("SELECT name, id FROM eventbus.declare_queues(%s)", [json.dumps([wanted])])
+    line.numbers |= dict(rows.fetchall())
+
+
+def fill_keyed(line: Line) -> None:
+    """An ordered queue that records executions, with two layouts, parked events and a replay."""
+    keyed(line, kind="ordered", lanes=1, tracking="idempotent")
+    for number in range(12):
+        line.publish(payload=number, key=f"key{number % 5}")
+    line.relay()
+    claim = line.claim("keyed", 100)
+    assert line.settle(claim, s1=RETRY, s2=DEAD, s6={"outcome": "parked"}, s7={"outcome": "parked"})
+    keyed(line, kind="ordered", lanes=3)
+    for number in range(12):
+        line.publish(payload=number, key=f"key{number % 5}")
+    line.relay()
+    replay = line.one("SELECT eventbus.begin_replay(%s, NULL, NULL, ARRAY['orders.created'])", line.numbers["keyed"])
+    line.conn.execute("SELECT eventbus.replay_step(%s, 5, 100)", [replay])
+
+
+def test_a_queue_of_every_kind_leaves_nothing_behind_whoever_interrupts_the_drop(line: Line) -> None:
+    def kill() -> None:
+        raise Interrupted
+
+    for steps in count(1):
+        fill_keyed(line)
+        taken = 0
+
+        def progress(last: int = steps) -> None:
+            nonlocal taken
+            taken += 1
+            if taken == last:
+                kill()
+
+        interrupted = False
+        try:
+            drop_queue(line.conn, SCHEMA, "keyed", batch=4, progress=progress)
+        except Interrupted:
+            interrupted = True
+            line.publish()
+            line.relay()
+            assert line.claim("keyed")[2] == [], "what was dropped is not handled again"
+            drop_queue(line.conn, SCHEMA, "keyed", batch=4)
+        assert rows_of(line, "keyed") == {}
+        if not interrupted:
+            break
+    assert steps > 10
+
+
+def test_executions_of_other_queues_stay(line: Line) -> None:
+    fill_keyed(line)
+    line.conn.execute(
+        "INSERT INTO eventbus.processed_events (queue_id, event_id) SELECT %s, event_id FROM eventbus.outbox",
+        [line.numbers["audit"]],
+    )
+    drop_queue(line.conn, SCHEMA, "keyed", batch=3)
+    assert rows_of(line, "keyed") == {}
+    assert line.one("SELECT count(*) FROM eventbus.processed_events") == 24
+
+
+def test_a_queue_that_is_dropped_while_it_is_filled_gets_nothing_more(line: Line) -> None:
+    for number in range(20):
+        line.publish(payload=number)
+    line.relay()
+    keyed(line, start="earliest")
+    line.conn.execute("SELECT eventbus.fill(%s, 5)", [line.numbers["keyed"]])
+    line.resolve(["orders.created"])
+    line.conn.execute("SELECT eventbus.fill(%s, 5)", [line.numbers["keyed"]])
+    states = []
+
+    def fill_on() -> None:
+        states.append(line.one("SELECT state FROM eventbus.fill(%s, 5)", line.numbers["keyed"]))
+
+    drop_queue(line.conn, SCHEMA, "keyed", batch=2, progress=fill_on)
+    assert set(states) == {"active"}
+    assert rows_of(line, "keyed") == {}
+    line.publish()
+    line.relay()
+    assert rows_of(line, "keyed") == {}
+
+
+def test_a_filling_queue_that_is_declared_again_during_its_drop_is_fed_by_the_relay(line: Line) -> None:
+    line.publish()
+    line.relay()
+    keyed(line, start="earliest")
+
+    def declare_again() -> None:
+        keyed(line, start="earliest")
+
+    with pytest.raises(QueueInUse):
+        drop_queue(line.conn, SCHEMA, "keyed", progress=declare_again)
+    assert line.queue("keyed").state == "active"
+    line.publish(payload="later")
+    line.relay()
+    assert line.queue("keyed").waiting == 1
+
+
+def test_an_execution_that_is_recorded_at_the_last_moment_is_removed_too(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_keyed(line)
+    emptied = 0
+    empty = _Drop.empty
+
+    def empty_then_record(self: _Drop) -> None:
+        nonlocal emptied
+        empty(self)
+        emptied += 1
+        if emptied == 1:
+            line.conn.execute(
+                "INSERT INTO eventbus.processed_events (queue_id, event_id) VALUES (%s, gen_random_uuid())",
+                [line.numbers["keyed"]],
+            )
+
+    monkeypatch.setattr(_Drop, "empty", empty_then_record)
+    drop_queue(line.conn, SCHEMA, "keyed")
+    assert emptied == 2
+    assert rows_of(line, "keyed") == {}

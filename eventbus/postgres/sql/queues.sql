@@ -121,16 +121,26 @@ SELECT {schema}.change_layout(%(queue)s, NULL, %(lanes)s)
 SELECT q.id, (SELECT max(y.lane_from + y.lanes) FROM {schema}.layouts y WHERE y.queue_id = q.id) AS lanes
 FROM {schema}.queues q WHERE q.name = %(name)s
 
+-- name: lanes
+-- How many lanes a queue has or had.
+SELECT max(y.lane_from + y.lanes) FROM {schema}.layouts y WHERE y.queue_id = %(queue)s GROUP BY y.queue_id
+
 -- name: names
 -- The names of all queues.
 SELECT q.name FROM {schema}.queues q ORDER BY q.name
 
 -- name: unbind
--- Ends the routing into a queue. Under the tick lock.
+-- Ends everything that feeds a queue: routing, filling and replays. Under the tick lock.
 WITH unrouted AS (
     DELETE FROM {schema}.routes r WHERE r.queue_id = %(queue)s
 ), unbound AS (
     DELETE FROM {schema}.bindings b WHERE b.queue_id = %(queue)s
+), unfilled AS (
+    DELETE FROM {schema}.fillings f WHERE f.queue_id = %(queue)s
+), activated AS (
+    UPDATE {schema}.queues q SET state = 'active' WHERE q.id = %(queue)s AND q.state <> 'active'
+), unplayed AS (
+    DELETE FROM {schema}.replays r WHERE r.queue_id = %(queue)s
 )
 UPDATE {schema}.bus SET bindings_version = bindings_version + 1
 
@@ -194,6 +204,18 @@ WITH batch AS MATERIALIZED (
 )
 SELECT max(g.id) FROM gone g
 
+-- name: delete_executions
+-- Removes the next executions of a queue; how far it came, and the event of the last one.
+WITH batch AS MATERIALIZED (
+    SELECT p.event_id, p.replay_id FROM {schema}.processed_events p
+    WHERE p.queue_id = %(queue)s AND (p.event_id, p.replay_id) > (%(event)s::uuid, %(replay)s)
+    ORDER BY p.event_id, p.replay_id LIMIT %(limit)s
+), gone AS (
+    DELETE FROM {schema}.processed_events p USING batch b
+    WHERE p.queue_id = %(queue)s AND p.event_id = b.event_id AND p.replay_id = b.replay_id
+)
+SELECT b.event_id, b.replay_id FROM batch b ORDER BY b.event_id DESC, b.replay_id DESC LIMIT 1
+
 -- name: delete_deliveries
 -- Removes the next deliveries of a lane but its newest; how far it came.
 WITH batch AS MATERIALIZED (
@@ -229,10 +251,12 @@ SELECT max(g.lo) FROM gone g
 -- What stands in the way of removing an emptied queue. Under the tick lock and the lane locks.
 SELECT EXISTS (SELECT 1 FROM {schema}.bindings b WHERE b.queue_id = %(queue)s) AS bound,
        EXISTS (SELECT 1 FROM {schema}.exceptions e WHERE e.queue_id = %(queue)s)
-       OR EXISTS (SELECT 1 FROM {schema}.dead_letters l WHERE l.queue_id = %(queue)s) AS refilled
+       OR EXISTS (SELECT 1 FROM {schema}.dead_letters l WHERE l.queue_id = %(queue)s)
+       OR EXISTS (SELECT 1 FROM {schema}.processed_events p WHERE p.queue_id = %(queue)s) AS refilled
 
 -- name: finish
--- Removes an emptied queue with its newest delivery and claim of each lane. Under the tick lock and the lane locks.
+-- Removes an emptied queue with its layouts and its newest delivery and claim of each lane. Under the tick lock and the
+-- lane locks.
 WITH deliveries AS (
     DELETE FROM {schema}.deliveries d WHERE d.queue_id = %(queue)s
 ), claims AS (
