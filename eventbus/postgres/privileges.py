@@ -78,7 +78,7 @@ CONSUME: Final = (
     Right("progress", ("SELECT", "INSERT")),
     Right("settlements", ("SELECT", "INSERT")),
     Right("exceptions", ("SELECT", "INSERT", "UPDATE", "DELETE")),
-    Right("processed_events", ("SELECT", "INSERT")),
+    Right("processed_events", ("SELECT", "INSERT", "DELETE")),
     Right("processed_events", ("UPDATE",), ("owner", "completed_at")),
     Right("dead_letters", ("SELECT", "INSERT")),
     Right("dead_letters", ("UPDATE",), ("lane", "blocks")),
