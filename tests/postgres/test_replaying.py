@@ -163,16 +163,19 @@ def test_the_first_and_the_last_moment_there_are_can_be_named(line: Line) -> Non
     assert len(played(line, ended.id)) == 1
 
 
-def test_what_the_relay_has_not_relayed_is_not_played_before_its_time(line: Line, dsn: str) -> None:
+@pytest.mark.parametrize("committed", ["during the replay", "after it"])
+def test_what_the_relay_has_not_relayed_is_not_played_before_its_time(line: Line, dsn: str, committed: str) -> None:
     with psycopg.connect(dsn) as slow:
         slow.execute("SELECT eventbus.publish('orders.slow', '1')")
         for _ in range(4):
-            line.publish()
+            line.publish("orders.slow")
         line.relay()
-        line.publish()
-        ended = replay(line)
+        line.publish("orders.slow")
+        started = replaying.begin(line.conn, SCHEMA, Wanted("ledger"))
+        if committed == "during the replay":
+            slow.commit()
+        ended = replaying.play(line.conn, SCHEMA, started)
         assert len(played(line, ended.id)) == 4
-        slow.commit()
     line.relay()
     assert len(played(line, ended.id)) == 4
     assert line.claim("ledger")[2] == list(range(1, 11))
