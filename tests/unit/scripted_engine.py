@@ -8,10 +8,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from eventbus.event import Event
-from eventbus.transport import Claimed, ClaimedDue, Delivery, Due, Lease
+from eventbus.transport import Claimed, ClaimedDue, Delivery, Due, Lease, Twin
 
 
 @dataclass
@@ -28,7 +28,8 @@ class ScriptedEngine:
     """Implements ``ConsumerEngine`` over lists.
 
     ``fresh[queue]`` and ``exceptions[queue]`` are what can be claimed. ``failures[call]`` are raised by the next calls.
-    ``hold(call)`` makes calls wait until the returned event is set.
+    ``hold(call)`` makes calls wait until the returned event is set. In the queues of ``ordered``, the key of an event
+    is the first letter of its payload.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,17 @@ class ScriptedEngine:
         """How many leases each settle call had."""
         self.busy: deque[bool] = deque()
         self.known: list[set[Lease]] = []
+        self.ordered: set[int] = set()
+        self.held: deque[bool] = deque()
+        """Whether the next claims find that all of it waits for the claims of others."""
+        self.twins: dict[str, Twin] = {}
+        """The twin of a delivery by its payload."""
+        self.events: dict[str, UUID] = {}
+        """The event id of a delivery by its payload; others get one of their own."""
+        self.detached: list[set[str]] = []
+        """What still ran at each detachment, by payload."""
+        self.returned: list[str] = []
+        """What a detachment gave back as never started."""
         self._payloads: dict[tuple[int, int], str] = {}
         self._gates: dict[str, asyncio.Event] = {}
         self._numbers = iter(range(1, 1_000_000))
@@ -79,21 +91,31 @@ class ScriptedEngine:
         await self._enter("claim")
         if self.busy and self.busy.popleft():
             return Claimed({}, frozenset(rooms), frozenset(rooms))
+        if self.held and self.held.popleft():
+            return Claimed({}, held=frozenset(rooms))
         claimed = {queue_id: self._claim(queue_id, room) for queue_id, room in rooms.items() if self.fresh[queue_id]}
         return Claimed(claimed, frozenset(queue_id for queue_id in rooms if self.fresh[queue_id]))
 
     def _claim(self, queue_id: int, room: int) -> list[Delivery]:
         number = next(self._numbers)
-        lease = Lease(queue_id, uuid4(), asyncio.get_running_loop().time(), claim_id=number, lo=1, started=0)
+        now, ordered = asyncio.get_running_loop().time(), queue_id in self.ordered
+        lease = Lease(queue_id, uuid4(), now, claim_id=number, lo=1, started=0, ordered=ordered)
         deliveries: list[Delivery] = []
         while self.fresh[queue_id] and len(deliveries) < room:
             payload = self.fresh[queue_id].popleft()
             lease.hi = len(deliveries) + 1
             lease.size += len(payload)
             self._payloads[number, lease.hi] = payload
-            deliveries.append(Delivery(_event(payload, 1), lease, lease.hi))
+            deliveries.append(self._delivery(payload, 1, lease, lease.hi))
         lease.unfinished = len(deliveries)
-        return deliveries
+        return _chained(deliveries)
+
+    def _delivery(self, payload: str, attempt: int, lease: Lease, seq: int) -> Delivery:
+        event = Event(
+            event_id=str(self.events.get(payload) or uuid4()), topic="a", payload=f'"{payload}"', headers=None,
+            key=payload[0] if lease.ordered else None, published_at=datetime.now(UTC), queue="tests", attempt=attempt,
+        )  # fmt: skip
+        return Delivery(event, lease, seq, self.twins.get(payload))
 
     async def claim_due(self, rooms: Mapping[int, int], max_bytes: int, *, alone: bool) -> ClaimedDue:
         await self._enter("claim_alone" if alone else "claim_due")
@@ -104,14 +126,17 @@ class ScriptedEngine:
             for one in wanted[:room]:
                 self.exceptions[queue_id].remove(one)
                 deliveries.setdefault(queue_id, []).append(self._claim_exception(queue_id, one))
-        return ClaimedDue(deliveries, {queue_id: self._next(queue_id, now) for queue_id in rooms})
+        chained = {queue_id: _chained(of_queue) for queue_id, of_queue in deliveries.items()}
+        return ClaimedDue(chained, {queue_id: self._next(queue_id, now) for queue_id in rooms})
 
     def _claim_exception(self, queue_id: int, one: Waiting) -> Delivery:
         number = next(self._numbers)
-        now = asyncio.get_running_loop().time()
-        lease = Lease(queue_id, uuid4(), now, exception_id=number, crashes=one.crashes, unfinished=1)
+        now, ordered = asyncio.get_running_loop().time(), queue_id in self.ordered
+        lease = Lease(
+            queue_id, uuid4(), now, exception_id=number, crashes=one.crashes, unfinished=1, ordered=ordered
+        )  # fmt: skip
         self._payloads[number, 0] = one.payload
-        return Delivery(_event(one.payload, one.attempts + 1), lease, 0)
+        return self._delivery(one.payload, one.attempts + 1, lease, 0)
 
     def _next(self, queue_id: int, now: float) -> Due:
         plain = [one.due_at - now for one in self.exceptions[queue_id] if not one.crashes]
@@ -135,6 +160,32 @@ class ScriptedEngine:
         lease.recorded.update(lease.done, (seq for seq, _ in lease.verdicts))
         lease.done, lease.verdicts = [], []
         return True
+
+    async def detach(self, lease: Lease, seqs: Sequence[int]) -> Mapping[int, int] | None:
+        """A call after one that has told of everything has the same answer."""
+        done, verdicts = lease.done, lease.verdicts
+        lease.done, lease.verdicts = [], []
+        try:
+            await self._enter("detach")
+        except BaseException:
+            lease.done, lease.verdicts = done + lease.done, verdicts + lease.verdicts
+            raise
+        if lease in self.lost:
+            return None
+        now = (lease.done, lease.verdicts)
+        lease.done, lease.verdicts = done, verdicts
+        self._record(lease)
+        lease.done, lease.verdicts = now
+        told = {*done, *(seq for seq, _ in verdicts)}
+        running = {seq: self._payloads[lease.claim_id, seq] for seq in seqs if seq not in told}
+        self.detached.append(set(running.values()))
+        rest = [seq for seq in range(lease.lo, lease.hi + 1) if seq not in told and seq not in running]
+        self.returned += [self._payloads[lease.claim_id, seq] for seq in rest]
+        numbers = {}
+        for seq, payload in running.items():
+            numbers[seq] = next(self._numbers)
+            self._payloads[numbers[seq], seq] = payload
+        return {seq: numbers.get(seq, 0) for seq in seqs}
 
     def _record(self, lease: Lease) -> None:
         number = lease.claim_id or lease.exception_id
@@ -168,8 +219,17 @@ class ScriptedEngine:
             raise self.failures[call].popleft()
 
 
-def _event(payload: str, attempt: int) -> Event:
-    return Event(
-        event_id=str(uuid4()), topic="a", payload=f'"{payload}"', headers=None, key=None,
-        published_at=datetime.now(UTC), queue="tests", attempt=attempt,
-    )  # fmt: skip
+def _chained(deliveries: list[Delivery]) -> list[Delivery]:
+    """The first of each key, each with those that follow it."""
+    firsts: list[Delivery] = []
+    last: dict[str, Delivery] = {}
+    for delivery in deliveries:
+        assert delivery.event is not None
+        key = delivery.event.key
+        if key is None or key not in last:
+            firsts.append(delivery)
+        else:
+            last[key].following = delivery
+        if key is not None:
+            last[key] = delivery
+    return firsts
