@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,18 @@ class Theatre:
                     json.dumps(routes),
                 )
 
+    def redrive(self) -> None:
+        """Give one dead letter another chance."""
+        for number, token in self.rows(
+            "SELECT id, payload ->> 'token' FROM eventbus.dead_letters ORDER BY md5(id::text) LIMIT 1"
+        ):
+            self.journal.write("redrive", queue=self.kind.queue, token=token)
+            self.rows("SELECT eventbus.redrive(%s)", [number])
+
+    def any_told(self, chance: random.Random) -> str:
+        """What the handler of the next event tells first."""
+        return chance.choices(("done", "retry", "dead"), (75, 23, 2))[0]
+
     def puppet(self) -> Puppet:
         """A new worker."""
         return Puppet(self)
@@ -111,7 +124,7 @@ class Theatre:
     def _find_tokens(self) -> dict[str, list[str]]:
         """Events by what their handler tells first; those that fail are done at the second attempt."""
         found: dict[str, list[str]] = {"done": [], "retry": [], "dead": []}
-        for number in range(2_000):
+        for number in range(10_000):
             token = f"token-{number}"
             first, second = (step(self.kind.queue, token, attempt, redriven=False).told for attempt in (1, 2))
             if first in found and (first != "retry" or second == "done"):
@@ -154,14 +167,14 @@ class Puppet:
         )  # fmt: skip
         return [Part(row[0], row[1], lease, *row[2:]) for row in rows]
 
-    def claim_due(self) -> list[Part]:
-        """Claim the exceptions that are due."""
+    def claim_due(self, *, alone: bool = False) -> list[Part]:
+        """Claim the exceptions that are due; ``alone``: one that must run alone."""
         lease = str(uuid4())
         rows = self._theatre.rows(
             "SELECT c.exception_id, c.event_id, c.payload::json ->> 'token', c.key, c.attempts + 1, c.redriven, c.twin"
-            " FROM eventbus.claim_due(%s, %s, %s, '{100}', '{-infinity}', 1000000, false) c"
+            " FROM eventbus.claim_due(%s, %s, %s, '{100}', '{-infinity}', 1000000, %s) c"
             " WHERE c.exception_id IS NOT NULL",
-            self._id, lease, [self._theatre.queue_id],
+            self._id, lease, [self._theatre.queue_id], alone,
         )  # fmt: skip
         return [Part(row[0], 0, lease, *row[1:]) for row in rows]
 
@@ -221,6 +234,15 @@ class Puppet:
             parts[0].holder, parts[0].lease, done, json.dumps(rest),
         )  # fmt: skip
 
+    def detach(self, parts: Sequence[Part], outcomes: Sequence[dict[str, Any]], held: Sequence[Part]) -> dict[int, int]:
+        """Settle an ordered claim while some of it runs; the exceptions that those have become, by seq."""
+        rows = self._theatre.rows(
+            "SELECT seq, exception_id FROM eventbus.detach(%s, %s, %s::bigint[], %s, %s::bigint[])",
+            parts[0].holder, parts[0].lease, [each["seq"] for each in outcomes if each["outcome"] == "done"],
+            json.dumps([each for each in outcomes if each["outcome"] != "done"]), [part.seq for part in held],
+        )  # fmt: skip
+        return dict(rows)
+
     def settle_due(self, parts: Sequence[Part], outcomes: Sequence[dict[str, Any]]) -> int:
         """Settle exceptions; how many of them were still held."""
         return len(
@@ -236,8 +258,14 @@ class Puppet:
         self._theatre.rows("SELECT eventbus.beat(%s, 3600, 0, %s)", self._id, json.dumps(highest))
         self._theatre.watch.look()
 
-    def take_over(self) -> None:
-        """Take over all others, as if their leases had ended at their last beat."""
+    def take_over(self, victim: Puppet | None = None) -> None:
+        """Take over another one, or all others, as if their leases had ended at their last beat."""
+        if victim is not None:
+            self._theatre.rows(
+                "UPDATE eventbus.workers SET heartbeat_at = clock_timestamp() + interval '1 hour' WHERE id <> %s"
+                " AND state = 'live' RETURNING 1",
+                victim._id,
+            )
         self._theatre.rows("SELECT eventbus.take_over(%s, 0, 1000)", self._id)
         self._theatre.watch.look()
 
@@ -249,7 +277,7 @@ class Puppet:
     def _step(self) -> bool:
         if parts := self.claim():
             self.settle(parts, [*self._run_all(parts)])
-        if due := self.claim_due():
+        if due := self.claim_due() + self.claim_due(alone=True):
             self.settle_due(due, [*self._run_all(due)])
         return bool(parts or due)
 
