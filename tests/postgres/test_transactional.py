@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import signal
+import subprocess
+import sys
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
 import psycopg
 import pytest
 from psycopg.rows import dict_row
@@ -19,8 +23,11 @@ from psycopg.rows import dict_row
 from eventbus import DeadLetter, Discard, Event, Retry, RetryPolicy
 from eventbus.bus import EventBus
 from eventbus.postgres.admin import resume
+from eventbus.postgres.sessions import Sessions
 from eventbus.settings import load
+from tests.documents import ROOT
 from tests.postgres.severing import Wire
+from tests.waiting import wait_until
 
 one_server = pytest.mark.parametrize("major", [18], indirect=True)
 Work = Generator[Any, None, Any]
@@ -104,31 +111,44 @@ def insert(event: Event, note: str = "") -> tuple[str, tuple[Any, ...]]:
     )
 
 
+def drive(steps: Work) -> Any:
+    """Carry out the steps of a plain handler."""
+    try:
+        while True:
+            next(steps)
+    except StopIteration as stop:
+        return stop.value
+
+
+async def adrive(steps: Work) -> Any:
+    """Carry out the steps of an async handler, and wait for what has to be waited for."""
+    failure: BaseException | None = None
+    try:
+        while True:
+            step = next(steps) if failure is None else steps.throw(failure)
+            failure = None
+            try:
+                if inspect.isawaitable(step):
+                    await step
+            except psycopg.Error as error:
+                failure = error
+    except StopIteration as stop:
+        return stop.value
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """As ``wait_until``, on the event loop."""
+    await asyncio.to_thread(wait_until, condition, 20)
+
+
 def subscribe(scene: Scene, kind: str, work: Callable[[Event, Any], Work], **options: Any) -> None:
     """Subscribe a plain or an async handler made of one generator: what it yields is awaited if need be."""
 
     def plain(event: Event, conn: psycopg.Connection) -> Any:
-        steps = work(event, conn)
-        try:
-            while True:
-                next(steps)
-        except StopIteration as stop:
-            return stop.value
+        return drive(work(event, conn))
 
     async def awaiting(event: Event, conn: psycopg.AsyncConnection) -> Any:
-        steps = work(event, conn)
-        failure: BaseException | None = None
-        try:
-            while True:
-                step = next(steps) if failure is None else steps.throw(failure)
-                failure = None
-                try:
-                    if inspect.isawaitable(step):
-                        await step
-                except psycopg.Error as error:
-                    failure = error
-        except StopIteration as stop:
-            return stop.value
+        return await adrive(work(event, conn))
 
     scene.subscribe(**options)(awaiting if kind == "async" else plain)
 
@@ -512,3 +532,240 @@ async def test_a_commit_whose_answer_is_lost_is_neither_lost_nor_repeated(
     again = [attempt] if when == "before" else []
     assert calls == [*range(1, attempt + 1), *again]
     assert scene.query("SELECT count(*) FROM eventbus.exceptions") == [0]
+
+
+# Workers that die, or freeze
+
+FALLS = [(kind, point) for point in ("handler", "complete", "commit") for kind in ("plain", "async")]
+
+
+@contextmanager
+def fallen(scene: Scene, kind: str, point: str, number: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker in a process of its own, once it has died or is frozen at this point."""
+    arguments = [sys.executable, "-m", "tests.postgres.mortals", scene.dsn, kind, point, number]
+    with subprocess.Popen(arguments, cwd=ROOT, stdin=subprocess.DEVNULL) as child:
+        try:
+            state = psutil.STATUS_ZOMBIE if number == "SIGKILL" else psutil.STATUS_STOPPED
+            wait_until(lambda: psutil.Process(child.pid).status() == state, 20)
+            yield child
+        finally:
+            child.kill()
+
+
+@one_server
+@pytest.mark.parametrize(("kind", "point"), FALLS)
+async def test_a_worker_that_is_killed_at_any_point_leaves_every_effect_exactly_once(
+    scene: Scene, kind: str, point: str
+) -> None:
+    scene.bus = EventBus(load({"dsn": scene.dsn, "lease": 1}, environment={}))
+    ids = scene.publish(3)
+    with fallen(scene, kind, point, "SIGKILL"):
+
+        def work(event: Event, conn: Any) -> Work:
+            yield conn.execute(*insert(event))
+
+        subscribe(scene, kind, work)
+        await scene.run()
+    assert sorted(scene.effects) == sorted(ids)
+    assert scene.completed == set(ids)
+
+
+@one_server
+@pytest.mark.parametrize(("kind", "point"), FALLS)
+async def test_a_worker_that_was_frozen_commits_nothing_that_others_have_taken_over_and_goes_on(
+    scene: Scene, kind: str, point: str
+) -> None:
+    scene.bus = EventBus(load({"dsn": scene.dsn, "lease": 1}, environment={}))
+    [first] = scene.publish()
+    with fallen(scene, kind, point, "SIGSTOP") as child:
+
+        def work(event: Event, conn: Any) -> Work:
+            yield conn.execute(*insert(event))
+
+        subscribe(scene, kind, work)
+        await scene.run()
+        assert scene.effects == [first]
+        child.send_signal(signal.SIGCONT)
+        [second] = scene.publish()
+        wait_until(lambda: second in scene.effects, 20)
+    assert sorted(scene.effects) == sorted([first, second])
+    assert scene.completed == {first, second}
+
+
+# Handlers that last
+
+
+@one_server
+@each_kind
+async def test_a_handler_that_outlasts_its_timeout_leaves_no_effects(scene: Scene, kind: str) -> None:
+    def work(event: Event, conn: Any) -> Work:
+        yield conn.execute(*insert(event))
+        yield conn.execute("SELECT pg_sleep(0.4)")
+
+    subscribe(scene, kind, work, timeout=0.2, retry=RetryPolicy(max_attempts=1))
+    ids = scene.publish()
+    await scene.run()
+    assert scene.effects == []
+    assert scene.dead == ids
+
+
+@one_server
+@each_kind
+@pytest.mark.parametrize("isolation", ["READ COMMITTED", "SERIALIZABLE"])
+async def test_a_slow_handler_of_an_ordered_queue_commits_under_the_lease_that_it_was_given_meanwhile(
+    scene: Scene, kind: str, isolation: str
+) -> None:
+    attempts: list[int] = []
+
+    def work(event: Event, conn: Any) -> Work:
+        attempts.append(event.attempt)
+        yield conn.execute(f"SET TRANSACTION ISOLATION LEVEL {isolation}")
+        yield conn.execute(*insert(event))
+        detached = "SELECT 1 FROM eventbus.exceptions WHERE state = 'claimed'"
+        if len(attempts) == 1 and kind == "async":
+            yield until(lambda: scene.query(detached))
+        elif len(attempts) == 1:
+            wait_until(lambda: scene.query(detached))
+
+    scene.declare("books", kind="ordered", lanes=2)
+    subscribe(scene, kind, work, ordered=True)
+    ids = scene.publish(3, key="k")
+    await scene.run()
+    assert scene.effects == ids
+    assert scene.completed == set(ids)
+    assert set(attempts) == {1}
+    assert len(attempts) <= 4
+
+
+@one_server
+@each_kind
+async def test_what_a_stop_cuts_short_is_rolled_back_and_costs_no_attempt(scene: Scene, kind: str) -> None:
+    scene.bus = EventBus(load({"dsn": scene.dsn, "lease": 5, "drain_timeout": 0.1}, environment={}))
+    attempts: list[int] = []
+    started, ended = threading.Event(), threading.Event()
+
+    def work(event: Event, conn: Any) -> Work:
+        attempts.append(event.attempt)
+        yield conn.execute(*insert(event))
+        started.set()
+        if len(attempts) == 1:
+            yield until(ended.is_set) if kind == "async" else ended.wait(20)
+
+    subscribe(scene, kind, work)
+    ids = scene.publish()
+    worker = scene.bus.worker()
+    running = asyncio.create_task(worker.run())
+    await until(started.is_set)
+    worker.stop()
+    await running
+    assert scene.effects == []
+    ended.set()
+    await scene.run()
+    assert scene.effects == ids
+    assert attempts == [1, 1]
+
+
+# Batches
+
+
+def subscribe_batch(scene: Scene, kind: str, work: Callable[[list[Event], Any], Work], **options: Any) -> None:
+    def plain(events: list[Event], conn: psycopg.Connection) -> Any:
+        return drive(work(events, conn))
+
+    async def awaiting(events: list[Event], conn: psycopg.AsyncConnection) -> Any:
+        return await adrive(work(events, conn))
+
+    scene.subscribe(batch=10, batch_wait=0.05, concurrency=1, **options)(awaiting if kind == "async" else plain)
+
+
+@one_server
+@each_kind
+async def test_a_batch_is_one_transaction(scene: Scene, kind: str) -> None:
+    sizes: list[int] = []
+
+    def work(events: list[Event], conn: Any) -> Work:
+        sizes.append(len(events))
+        for event in events:
+            yield conn.execute(*insert(event))
+
+    scene.conn.execute("ALTER TABLE effects ADD COLUMN xid xid8 DEFAULT pg_current_xact_id()")
+    subscribe_batch(scene, kind, work)
+    ids = scene.publish(20)
+    await scene.run()
+    assert scene.effects == ids
+    assert scene.completed == set(ids)
+    assert max(sizes) > 1
+    assert scene.query("SELECT count(*) FROM effects GROUP BY xid ORDER BY min(at)") == sizes
+
+
+@one_server
+@each_kind
+@pytest.mark.parametrize("how", ["raised", "returned", "twice"])
+async def test_a_batch_that_fails_leaves_nothing_and_its_events_run_one_by_one(
+    scene: Scene, kind: str, how: str
+) -> None:
+    sizes: list[int] = []
+
+    def work(events: list[Event], conn: Any) -> Work:
+        sizes.append(len(events))
+        for event in events:
+            yield conn.execute(*insert(event))
+        bad = [event.payload == 3 for event in events]
+        if how == "raised" and any(bad):
+            raise ValueError("on purpose")
+        if how == "returned":
+            return [DeadLetter("on purpose") if each else None for each in bad]
+
+    subscribe_batch(scene, kind, work, retry=RetryPolicy(max_attempts=1))
+    ids = scene.publish(9)
+    extra = scene.publish_one(9, event_id=uuid.UUID(ids[0]) if how == "twice" else None)
+    await scene.run()
+    good = [*ids, extra]
+    if how != "twice":
+        assert scene.dead == [good.pop(3)]
+    assert sorted(scene.effects) == sorted(set(good))
+    assert scene.completed == set(good)
+    assert max(sizes) > 1
+
+
+# Connections
+
+
+@one_server
+@each_kind
+async def test_handlers_that_run_one_after_the_other_share_a_connection_and_all_are_closed_at_the_end(
+    scene: Scene, kind: str
+) -> None:
+    pids: set[int] = set()
+
+    def work(event: Event, conn: Any) -> Work:
+        pids.add(conn.info.backend_pid)
+        yield conn.execute(*insert(event))
+
+    open_now = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'eventbus handler'"
+    subscribe(scene, kind, work, concurrency=1)
+    ids = scene.publish(20)
+    await scene.run()
+    assert len(scene.effects) == len(ids)
+    assert len(pids) == 1
+    wait_until(lambda: scene.query(f"{open_now} AND datname = current_database()") == [0])
+
+
+def test_connections_that_nobody_needs_are_closed_except_one(dsn: str) -> None:
+    now = [0.0]
+    sessions: Sessions[psycopg.Connection[Any]] = Sessions(lambda: now[0])
+    made = [psycopg.connect(dsn, autocommit=True) for _ in range(4)]
+    for number, session in enumerate(made):
+        now[0] = number
+        sessions.give(session)
+    now[0] = 62.5
+    sessions.trim()
+    assert [session.closed for session in made] == [True, True, True, False]
+    now[0] = 600.0
+    sessions.trim()
+    assert not made[3].closed
+    assert sessions.take() is made[3]
+    assert sessions.take() is None
+    sessions.close()
+    sessions.give(made[3])
+    assert made[3].closed
