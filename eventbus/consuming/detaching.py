@@ -13,43 +13,38 @@ from eventbus.transport import DONE, ConsumerEngine, Delivery, Lease
 
 
 class Detachment:
-    """One claim that is taken apart. To make it again after a failure that says nothing of the outcome is safe."""
+    """One claim that is taken apart. After a failure it must be written again by the same object."""
 
     def __init__(self, lease: Lease, queue: QueueState, holdings: Holdings) -> None:
         self._lease = lease
         self._queue = queue
         self._holdings = holdings
+        self._running: dict[int, Delivery] | None = None
 
     async def write(self, engine: ConsumerEngine) -> bool:
-        """Tell the engine; false when the lease was lost. Raises what the engine raises, then nothing has changed."""
-        lease = self._lease
-        self._withdraw()
-        running = dict(lease.offered)
-        executed, lease.executed = lease.executed, []
-        lease.unfinished += 1  # what ends meanwhile must not make it look finished
-        try:
-            numbers = await engine.detach(lease, list(running))
-        except BaseException:
-            lease.executed += executed
-            raise
-        finally:
-            lease.unfinished -= 1
-        late, lease.executed = lease.executed, executed  # what ended meanwhile is not settled yet
+        """Tell the engine; false when the lease was lost. After what the engine raises it may have happened or not."""
+        lease, running = self._lease, self._begin()
+        done, verdicts = list(lease.done), list(lease.verdicts)
+        numbers = await engine.detach(lease, list(running))
+        lease.unfinished -= 1
         if numbers is None:
             self._holdings.forget(lease)
             return False
-        verdicts = dict(lease.verdicts)
+        outcomes = dict(verdicts + lease.verdicts) | dict.fromkeys(done + lease.done, DONE)
         moved = [self._move(delivery, numbers.get(seq, 0)) for seq, delivery in running.items()]
-        for delivery in moved:
-            if delivery.event is not None and (execution := execution_of(delivery.event)) in late:
-                delivery.lease.executed.append(execution)
         self._holdings.exchange(lease, (delivery.lease for delivery in moved if not delivery.lease.dropped))
         for delivery in moved:
-            if delivery.seq in lease.done:
-                self._holdings.finish(delivery, DONE)
-            elif (verdict := verdicts.get(delivery.seq)) is not None:
-                self._holdings.finish(delivery, verdict)
+            if delivery.seq in outcomes:
+                self._holdings.finish(delivery, outcomes[delivery.seq])
         return True
+
+    def _begin(self) -> dict[int, Delivery]:
+        """What runs when this is told for the first time."""
+        if self._running is None:
+            self._withdraw()
+            self._running = dict(self._lease.offered)
+            self._lease.unfinished += 1  # what ends before this is known must not make it look finished
+        return self._running
 
     def _withdraw(self) -> None:
         """Take back what has not started; what follows what runs does not start here either."""
@@ -70,4 +65,9 @@ class Detachment:
             old.queue_id, old.token, old.opened_at, exception_id=exception_id, ordered=True, unfinished=1,
             dropped=exception_id == 0 or old.dropped,
         )  # fmt: skip
+        if exception_id and delivery.event is not None:
+            execution = execution_of(delivery.event)
+            if execution in old.executed:  # it ended meanwhile and is not settled yet
+                old.executed.remove(execution)
+                delivery.lease.executed.append(execution)
         return delivery

@@ -31,6 +31,8 @@ class Settler:
         self._queues = queues
         self._holdings = holdings
         self._interval = interval
+        self._detachments: dict[Lease, Detachment] = {}
+        """Those that were told to the engine, and of which is not known whether they happened."""
 
     async def run(self) -> None:
         """Settle until the holdings close and nothing is left or under way."""
@@ -80,6 +82,8 @@ class Settler:
 
     async def _record_progress(self) -> None:
         now = time.monotonic()
+        for gone in self._detachments.keys() - self._holdings.leases:
+            del self._detachments[gone]
         for lease in list(self._holdings.leases):
             if not (self._holdings.closing or now - lease.opened_at > _PROGRESS_AFTER):
                 continue
@@ -100,8 +104,10 @@ class Settler:
     async def _detach(self, lease: Lease) -> None:
         """Let the lane of an ordered claim go on while some of it still runs."""
         queue = self._queues[lease.queue_id]
-        part = Detachment(lease, queue, self._holdings)
-        if await part.write(self._engine):
+        part = self._detachments.setdefault(lease, Detachment(lease, queue, self._holdings))
+        kept = await part.write(self._engine)
+        del self._detachments[lease]
+        if kept:
             queue.settled(lease, time.monotonic())
         else:
             _warn_of_lost(lease)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from uuid import UUID, uuid4
 
 from eventbus.event import Event
-from eventbus.transport import Claimed, ClaimedDue, Delivery, Due, Lease, Twin
+from eventbus.transport import Claimed, ClaimedDue, Delivery, Due, Lease, Twin, Verdict
 
 
 @dataclass
@@ -57,10 +57,13 @@ class ScriptedEngine:
         """The event id of a delivery by its payload; others get one of their own."""
         self.detached: list[set[str]] = []
         """What still ran at each detachment, by payload."""
+        self.lost_replies: dict[str, deque[BaseException]] = defaultdict(deque)
+        """What the next calls of ``detach`` raise after they have had their effect."""
         self.returned: list[str] = []
         """What a detachment gave back as never started."""
         self._payloads: dict[tuple[int, int], str] = {}
         self._gates: dict[str, asyncio.Event] = {}
+        self._held: dict[Lease, dict[int, int]] = {}
         self._numbers = iter(range(1, 1_000_000))
 
     def hold(self, call: str) -> asyncio.Event:
@@ -162,20 +165,28 @@ class ScriptedEngine:
         return True
 
     async def detach(self, lease: Lease, seqs: Sequence[int]) -> Mapping[int, int] | None:
-        """A call after one that has told of everything has the same answer."""
+        """A second call for the same lease has the same answer, and no other effect."""
         done, verdicts = lease.done, lease.verdicts
         lease.done, lease.verdicts = [], []
         try:
             await self._enter("detach")
+            if lease in self.lost:
+                return None
+            if lease not in self._held:
+                self._held[lease] = self._take_apart(lease, seqs, done, verdicts)
+            self._reply("detach")
         except BaseException:
             lease.done, lease.verdicts = done + lease.done, verdicts + lease.verdicts
             raise
-        if lease in self.lost:
-            return None
-        now = (lease.done, lease.verdicts)
+        return {seq: self._held[lease].get(seq, 0) for seq in seqs}
+
+    def _take_apart(
+        self, lease: Lease, seqs: Sequence[int], done: list[int], verdicts: list[tuple[int, Verdict]]
+    ) -> dict[int, int]:
+        meanwhile = (lease.done, lease.verdicts)
         lease.done, lease.verdicts = done, verdicts
         self._record(lease)
-        lease.done, lease.verdicts = now
+        lease.done, lease.verdicts = meanwhile
         told = {*done, *(seq for seq, _ in verdicts)}
         running = {seq: self._payloads[lease.claim_id, seq] for seq in seqs if seq not in told}
         self.detached.append(set(running.values()))
@@ -185,7 +196,7 @@ class ScriptedEngine:
         for seq, payload in running.items():
             numbers[seq] = next(self._numbers)
             self._payloads[numbers[seq], seq] = payload
-        return {seq: numbers.get(seq, 0) for seq in seqs}
+        return numbers
 
     def _record(self, lease: Lease) -> None:
         number = lease.claim_id or lease.exception_id
@@ -208,6 +219,10 @@ class ScriptedEngine:
 
     async def recover_settling(self) -> None:
         await self._enter("recover_settling")
+
+    def _reply(self, call: str) -> None:
+        if self.lost_replies[call]:
+            raise self.lost_replies[call].popleft()
 
     async def _enter(self, call: str) -> None:
         self.calls[call] += 1
