@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from uuid import UUID, uuid4
 
-import psycopg
 import pytest
 
 from tests.postgres.engine.driver import Claim, Engine, Held
@@ -89,9 +88,8 @@ def test_a_claim_that_is_rolled_back_leaves_no_row_that_would_keep_the_event_fro
     event_id = bus.publish(payload='"first"')
     bus.relay()
     other, worker = session(), bus.register()
-    with open_transaction(other):
+    with other.connection.transaction(force_rollback=True):
         other.claimed(worker, queue)
-        raise psycopg.Rollback
     assert executions(bus) == []
     claim = bus.claimed(worker, queue)
     assert claim.twins == [None]
@@ -181,10 +179,9 @@ def test_of_two_where_the_first_claim_fails_the_other_one_runs(
     bus.relay()
     one, two = session(), session()
     worker, other = bus.register(), bus.register()
-    with open_transaction(one):
+    with one.connection.transaction(force_rollback=True):
         one.claimed(worker, queue, 1)
         waiting = background.blocked(two, lambda: two.claimed(other, queue, 1))
-        raise psycopg.Rollback
     assert (waiting.result().payloads, waiting.result().twins) == (["second"], [None])
     assert executions(bus) == [Execution(event_id, "second", completed=False)]
 

@@ -111,8 +111,7 @@ class Worker:
         """A part runs to its end, of some other keys the first one is running, and then the claim lasts too long."""
         finished = {key for key in {item.key for item in items} if self._random.random() < 0.5}
         outcomes = self._run([item for item in items if item.key in finished])
-        running = _firsts([item for item in items if item.key not in finished and self._random.random() < 0.9])
-        running = [item for item in running if item.event == _first_of(items, item.key).event or item.key is None]
+        running = [item for item in _firsts(items) if item.key not in finished and self._random.random() < 0.9]
         done = [item.seq for item, outcome in outcomes if outcome == "done"]
         held = self._engine.detach(claim, [item.seq for item in running], done, self._said(outcomes))
         if held is None:
@@ -210,8 +209,8 @@ def _done(outcomes: Sequence[tuple[Item, str]]) -> list[str]:
 
 
 def _firsts(items: Sequence[Item]) -> list[Item]:
-    seen: set[str | None] = set()
-    return [item for item in items if item.key is None or not (item.key in seen or seen.add(item.key))]
+    """The first one of each key, and all without one."""
+    return [item for item in items if item.key is None or item is _first_of(items, item.key)]
 
 
 def _first_of(items: Sequence[Item], key: str | None) -> Item:
@@ -254,7 +253,7 @@ def finish(bus: Engine, queue: int, history: History) -> None:
     while bus.take_over(worker, max_crashes=1000)[0]:
         pass
     bus.rows("SELECT {bus}.redrive(ARRAY(SELECT id FROM {bus}.dead_letters))")
-    more = {queue: 1}
+    more: dict[int, int | None] = {queue: 1}
     while more:
         claims, more = bus.claim_any(worker, {queue: 1000})
         for claim in claims:
