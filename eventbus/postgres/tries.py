@@ -77,7 +77,6 @@ class Unit:
 
     def __init__(self, deliveries: Sequence[Delivery], statements: Statements, patience: Patience) -> None:
         self.step: Literal["begin", "handler", "complete", "commit"] = "begin"
-        self.leases = [delivery.lease for delivery in deliveries]
         self.since = time.monotonic()
         self._deliveries = deliveries
         self._statements = statements
@@ -105,16 +104,9 @@ class Unit:
             seqs=_listed(delivery.seq for delivery in claims),
             exceptions=_listed(lease.exception_id for lease in held),
             exception_tokens=_listed(lease.token for lease in held),
-            queue=self.leases[0].queue_id,
+            queue=self._deliveries[0].lease.queue_id,
             event_ids=_listed(event.event_id for event in events),
             replays=_listed(event.replay_id for event in events),
-        )
-
-    def exchanged(self) -> bool:
-        """Whether a delivery is held under another lease now: its claim was taken apart while the handler ran."""
-        return any(
-            delivery.lease is not lease and not delivery.lease.dropped
-            for delivery, lease in zip(self._deliveries, self.leases, strict=True)
         )
 
     def _filled(self, name: str, **values: object) -> bytes:
@@ -155,13 +147,11 @@ class Tries:
         if state in ("40001", "40P01"):
             return self._once_more(error)
         if unit.step == "complete":
-            return self._incomplete(unit, error, state)
+            return self._incomplete(error, state)
         return None
 
-    def _incomplete(self, unit: Unit, error: Exception, state: str | None) -> Results | float | None:
+    def _incomplete(self, error: Exception, state: str | None) -> Results | None:
         match state:
-            case "EB003" | "23505" if unit.exchanged() and self._made < _MOST_TRIES:
-                return 0.0
             case "EB003" | "23505":
                 raise Postponed("the lease was lost or exchanged while the handler ran", delay=0.5) from error
             case "EB004" if len(self._deliveries) == 1:

@@ -27,6 +27,9 @@ class Wire:
         self.dsn = make_conninfo("", **(parts | {"sslmode": "disable", "gssencmode": "disable"}))
         self.armed: Literal["before", "after"] | None = None
         self.cuts = 0
+        self.refusing = False
+        """New connections are closed at once."""
+        self.refusals = 0
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -45,6 +48,10 @@ class Wire:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
+                if self.refusing:
+                    client.close()
+                    self.refusals += 1
+                    continue
                 threading.Thread(target=self._forward, args=(client,), daemon=True).start()
 
     def _forward(self, client: socket.socket) -> None:

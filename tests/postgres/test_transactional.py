@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import signal
@@ -18,11 +19,13 @@ from typing import Any
 import psutil
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 from psycopg.rows import dict_row
 
-from eventbus import DeadLetter, Discard, Event, Retry, RetryPolicy
+from eventbus import DeadLetter, Discard, Event, Retry, RetryPolicy, station
 from eventbus.bus import EventBus
 from eventbus.postgres.admin import resume
+from eventbus.postgres.privileges import CONSUME, grants
 from eventbus.postgres.sessions import Sessions
 from eventbus.settings import load
 from tests.documents import ROOT
@@ -532,6 +535,102 @@ async def test_a_commit_whose_answer_is_lost_is_neither_lost_nor_repeated(
     again = [attempt] if when == "before" else []
     assert calls == [*range(1, attempt + 1), *again]
     assert scene.query("SELECT count(*) FROM eventbus.exceptions") == [0]
+
+
+@one_server
+@each_kind
+async def test_while_no_connection_can_be_made_nothing_counts_as_an_attempt(
+    scene: Scene, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "eventbus")
+    attempts: list[int] = []
+    with Wire(scene.dsn) as wire:
+        scene.bus = EventBus(load({"dsn": wire.dsn, "lease": 5}, environment={}))
+
+        def work(event: Event, conn: Any) -> Work:
+            attempts.append(event.attempt)
+            yield conn.execute(*insert(event))
+            if len(attempts) == 1:
+                wire.refusing = True
+                scene.conn.execute("SELECT pg_terminate_backend(%s)", [conn.info.backend_pid])
+
+        subscribe(scene, kind, work, retry=RetryPolicy(max_attempts=1))
+        ids = scene.publish()
+        running = asyncio.create_task(scene.run())
+        await until(lambda: wire.refusals >= 2)
+        wire.refusing = False
+        await running
+    assert scene.effects == ids
+    assert attempts == [1, 1]
+    assert caplog.text.count("database trouble") == caplog.text.count("the database is back") == 1
+
+
+@one_server
+@each_kind
+@pytest.mark.parametrize(("limit", "shown"), [(None, "3605s"), (2.5, "7500ms")])
+async def test_a_handler_may_rest_for_as_long_as_its_timeout_and_a_lease(
+    scene: Scene, kind: str, limit: float | None, shown: str
+) -> None:
+    def work(event: Event, conn: Any) -> Work:
+        yield conn.execute("CREATE TABLE found AS SELECT current_setting('idle_in_transaction_session_timeout')")
+
+    subscribe(scene, kind, work, timeout=limit)
+    scene.publish()
+    await scene.run()
+    assert scene.query("SELECT * FROM found") == [shown]
+
+
+@one_server
+@each_kind
+async def test_a_handler_that_rests_for_longer_loses_its_transaction_and_has_failed(
+    scene: Scene, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(station, "_LONGEST_SILENCE", -4.9)
+
+    def work(event: Event, conn: Any) -> Work:
+        yield conn.execute(*insert(event))
+        gone = functools.partial(is_gone, scene, conn.info.backend_pid)
+        if kind == "async":
+            yield until(gone)
+        else:
+            wait_until(gone)
+        yield conn.execute("SELECT 1")
+
+    subscribe(scene, kind, work, retry=RetryPolicy(max_attempts=1))
+    ids = scene.publish()
+    await scene.run()
+    assert scene.effects == []
+    assert scene.dead == ids
+    assert "idle-in-transaction timeout" in scene.query("SELECT last_error->>'message' FROM eventbus.dead_letters")[0]
+
+
+def is_gone(scene: Scene, pid: int) -> bool:
+    return not scene.query("SELECT 1 FROM pg_stat_activity WHERE pid = %s", pid)
+
+
+@each_kind
+async def test_a_role_with_the_rights_of_a_consumer_is_enough(scene: Scene, kind: str, run: str) -> None:
+    role = f"eventbus_test_{run}_{uuid.uuid4().hex[:8]}"
+    scene.conn.execute(f"CREATE ROLE {role}")
+    try:
+        for grant in (*grants(CONSUME, "eventbus", role), f"GRANT INSERT ON effects TO {role}"):
+            scene.conn.execute(grant.encode())
+        dsn = make_conninfo(scene.dsn, options=f"-c role={role}")
+        scene.bus = EventBus(load({"dsn": dsn, "lease": 5}, environment={}))
+
+        def work(event: Event, conn: Any) -> Work:
+            yield conn.execute(*insert(event, str(conn.info.parameter_status("is_superuser"))))
+            if event.attempt == 1:
+                raise ValueError("the next one is an exception")
+
+        subscribe(scene, kind, work)
+        ids = scene.publish(2)
+        await scene.run()
+        assert scene.completed == set(ids)
+        assert scene.query("SELECT DISTINCT note FROM effects") == ["off"]
+    finally:
+        scene.conn.execute(f"DROP OWNED BY {role}")
+        scene.conn.execute(f"DROP ROLE {role}")
 
 
 # Workers that die, or freeze

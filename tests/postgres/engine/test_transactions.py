@@ -293,11 +293,13 @@ def test_named_statements_and_session_locks_are_forgotten(orders: Engine) -> Non
 
 
 def test_a_serializable_neighbour_is_no_reason_to_fail(orders: Engine, session: NewSession) -> None:
-    """Two that overlap from beginning to end; so many exceptions that not all rows stay on their pages."""
+    """Each writes where the other has looked before; so many exceptions that not all rows stay on their pages."""
     other = session()
-    first, second = claimed(orders, 10), claimed(orders, 10)
+    first, second, third, fourth = (claimed(orders, 10) for _ in range(4))
     exceptions = held(orders, 100)
     with handler(orders, isolation="SERIALIZABLE"), handler(other, isolation="SERIALIZABLE"):
-        complete(orders, first, exceptions[::2])
-        complete(other, second, exceptions[1::2])
-    assert completed(orders) == 120
+        complete(orders, first, exceptions[::4])
+        complete(other, second, exceptions[1::4])
+        complete(orders, third, exceptions[2::4])
+        complete(other, fourth, exceptions[3::4])
+    assert completed(orders) == 140
