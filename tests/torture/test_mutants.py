@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psycopg
@@ -16,8 +16,8 @@ import pytest
 from tests.torture.kinds import Kind, chosen
 from tests.torture.puppets import Theatre
 
-PLAIN, IDEMPOTENT, TRANSACTIONAL, PARKING = (
-    chosen(name)[0] for name in ("plain-async", "idempotent", "transactional-sync", "parking")
+PLAIN, IDEMPOTENT, TRANSACTIONAL, PARKING, SKIPPING = (
+    chosen(name)[0] for name in ("plain-async", "idempotent", "transactional-sync", "parking", "skipping")
 )
 
 
@@ -184,6 +184,34 @@ def death_and_its_followers(theatre: Theatre) -> None:
     theatre.puppet().finish()
 
 
+def what_runs_while_its_claim_is_taken_apart(theatre: Theatre) -> None:
+    theatre.publish("k", "l")
+    theatre.relay()
+    one, other = theatre.puppet(), theatre.puppet()
+    parts = one.claim()
+    one.start(parts[0])
+    numbers = one.detach(parts, [one.run(parts[1])], parts[:1])
+    other.finish()
+    held = replace(parts[0], holder=numbers[parts[0].seq] or 0)
+    one.settle_due([held], [one.end(held)])
+    other.finish()
+
+
+def redrive_while_a_later_event_runs(theatre: Theatre) -> None:
+    theatre.publish("k", told="dead")
+    theatre.relay()
+    one, other = theatre.puppet(), theatre.puppet()
+    one.finish()
+    theatre.publish("k")
+    theatre.relay()
+    parts = one.claim()
+    one.start(parts[0])
+    theatre.redrive()
+    other.finish()
+    one.settle(parts, [one.end(parts[0])])
+    other.finish()
+
+
 def failures(theatre: Theatre) -> None:
     theatre.publish(None, None, told="retry")
     theatre.relay()
@@ -222,6 +250,7 @@ MUTANTS = (
     )),
     Mutant("a completed execution is not asked for", 4, IDEMPOTENT, twin_after_its_completion, (
         ("twin_of", "(p_completed_at IS NOT NULL)", "false"),
+        ("twin_of", "(p_owner IS NULL)", "false"),
     )),
     Mutant("an execution that runs is not asked for", 4, IDEMPOTENT, twin_while_the_other_runs, (
         ("twin_of", "(p_owner <> p_outbox_id)", "false"),
@@ -252,6 +281,12 @@ MUTANTS = (
     )),
     Mutant("a dead letter lets its followers pass", 7, PARKING, death_and_its_followers, (
         ("bury", "e.key IS NOT NULL AND q.when_exhausted = 'park'", "false"),
+    )),
+    Mutant("what runs is given back with its claim", 7, PARKING, what_runs_while_its_claim_is_taken_apart, (
+        ("detach", "CASE WHEN g.seq = ANY (p_held) THEN 'held' ELSE 'released' END", "'released'"),
+    )),
+    Mutant("a redriven event does not wait", 7, SKIPPING, redrive_while_a_later_event_runs, (
+        ("lock_due", "v_row.redriven_from IS NOT NULL", "false"),
     )),
     Mutant("failures are not counted", 8, PLAIN, failures, (
         ("record", "THEN 1 ELSE 0 END", "THEN 0 ELSE 0 END"),
