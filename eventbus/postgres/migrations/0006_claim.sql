@@ -417,8 +417,8 @@ END
 $body$;
 
 -- Locks due exceptions of a queue, lane by lane. A released range is taken apart: the part that is taken becomes rows
--- of its own, held by this worker. What follows an event in its key is taken along. One that was redriven waits while
--- an event of its key is in an open claim: that one did not know of it.
+-- of its own, held by this worker. What follows an event in its key is taken along, up to one that must run alone. One
+-- that was redriven waits while an event of its key is in an open claim: that one did not know of it.
 CREATE FUNCTION {schema}.lock_due(p_worker uuid, p_token uuid, p_queue integer, p_limit integer, p_from timestamptz,
                                   p_lanes integer[])
 RETURNS bigint[]
@@ -453,14 +453,17 @@ BEGIN
                         CONTINUE;
                     END IF;
                     v_ids := v_ids || v_row.id || ARRAY(
-                        SELECT e.id FROM {schema}.exceptions e
-                        WHERE e.queue_id = p_queue AND e.lane = v_lane AND e.key = v_row.key AND e.seq > v_row.seq
-                          AND e.state = 'parked' AND NOT e.alone
-                          AND NOT EXISTS (
-                            SELECT 1 FROM {schema}.dead_letters l
-                            WHERE l.queue_id = p_queue AND l.lane = v_lane AND l.key = v_row.key AND l.blocks
-                              AND l.seq < e.seq OFFSET 0)
-                        ORDER BY e.seq LIMIT v_left - 1);
+                        SELECT b.id FROM (
+                            SELECT f.id, f.seq, bool_or(f.alone) OVER (ORDER BY f.seq) AS stays FROM (
+                                SELECT e.id, e.seq, e.alone FROM {schema}.exceptions e
+                                WHERE e.queue_id = p_queue AND e.lane = v_lane AND e.key = v_row.key
+                                  AND e.seq > v_row.seq AND e.state = 'parked'
+                                  AND NOT EXISTS (
+                                    SELECT 1 FROM {schema}.dead_letters l
+                                    WHERE l.queue_id = p_queue AND l.lane = v_lane AND l.key = v_row.key AND l.blocks
+                                      AND l.seq < e.seq OFFSET 0)
+                                ORDER BY e.seq LIMIT v_left - 1) f) b
+                        WHERE NOT b.stays ORDER BY b.seq);
                 ELSE
                     v_ids := v_ids || v_row.id;
                 END IF;

@@ -9,8 +9,9 @@ RETURN p_crashes > 0 AND p_crashes >= least(2, p_max_crashes - 1);
 -- Ends a claim on behalf of a worker that no longer works on it. Deliveries up to p_started come back as crashed, or
 -- die at the p_max_crashes-th crash; the rest comes back as ranges that never started. p_started null: as if all had
 -- started. Deliveries that the worker has recorded stay as recorded. Of an ordered lane each comes back by itself: the
--- first of its key waits, and only that one may have been running; the others are parked behind it. Returns how many
--- came back or died. The caller has locked the lane if it is ordered.
+-- first of its key waits, and the others are parked behind it. Any of those that had started may have been running, for
+-- those before it may have been done; but only the first can die of it. Returns how many came back or died. The caller
+-- has locked the lane if it is ordered.
 CREATE FUNCTION {schema}.give_back(p_claim bigint, p_started bigint, p_max_crashes integer) RETURNS integer
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_memoize = off
@@ -39,8 +40,9 @@ BEGIN
     SELECT coalesce(array_agg(l.seq ORDER BY l.seq), '{}') INTO v_lost FROM lost l;
     WITH back AS (
         SELECT d.seq, d.outbox_id, d.replay_id, k.key,
-               d.seq <= v_started AND (k.key IS NULL
-                   OR row_number() OVER (PARTITION BY k.key ORDER BY d.seq) = 1) AS crashed
+               CASE WHEN d.seq > v_started THEN 0
+                    WHEN k.key IS NULL OR row_number() OVER (PARTITION BY k.key ORDER BY d.seq) = 1 THEN 1
+                    ELSE least(1, p_max_crashes - 1) END AS crashes
         FROM unnest(v_lost) AS l (seq)
         CROSS JOIN LATERAL (
             SELECT d.seq, d.outbox_id, d.replay_id FROM {schema}.deliveries d
@@ -51,8 +53,8 @@ BEGIN
         WHERE v_ordered OR d.seq <= v_started
     ), inserted AS (
         INSERT INTO {schema}.exceptions (due_at, seq, outbox_id, queue_id, lane, replay_id, crashes, alone, state, key)
-        SELECT clock_timestamp(), b.seq, b.outbox_id, c.queue_id, c.lane, b.replay_id, b.crashed::integer,
-               b.crashed AND {schema}.must_run_alone(1, p_max_crashes),
+        SELECT clock_timestamp(), b.seq, b.outbox_id, c.queue_id, c.lane, b.replay_id, b.crashes,
+               {schema}.must_run_alone(b.crashes, p_max_crashes),
                CASE WHEN b.key IS NULL THEN 'waiting' ELSE 'parked' END, b.key
         FROM back b ORDER BY b.seq
         RETURNING id, key, crashes
@@ -75,8 +77,8 @@ END
 $body$;
 
 -- Gives back exceptions on behalf of a worker that no longer works on them, each as crashed; of those of one key only
--- the first may have been running, and the others are parked behind it. One whose transactional handler has committed
--- is done. The caller has locked the lanes.
+-- the first can die of it, and the others are parked behind it. One whose transactional handler has committed is done.
+-- The caller has locked the lanes.
 CREATE FUNCTION {schema}.give_back_exceptions(p_ids bigint[], p_crashes integer, p_max_crashes integer)
 RETURNS integer
 LANGUAGE plpgsql VOLATILE
@@ -91,11 +93,12 @@ BEGIN
     DELETE FROM {schema}.exceptions e WHERE e.id = ANY (p_ids) AND e.finished;
     UPDATE {schema}.exceptions e SET token = NULL, worker_id = NULL, due_at = clock_timestamp(),
         state = CASE WHEN e.key IS NULL THEN 'waiting' ELSE 'parked' END,
-        crashes = e.crashes + b.crashed, alone = {schema}.must_run_alone(e.crashes + b.crashed, p_max_crashes)
+        crashes = b.crashes, alone = {schema}.must_run_alone(b.crashes, p_max_crashes)
     FROM (
         SELECT x.id, CASE WHEN x.key IS NULL
                 OR row_number() OVER (PARTITION BY x.queue_id, x.lane, x.key ORDER BY x.seq) = 1
-            THEN p_crashes ELSE 0 END AS crashed
+            THEN x.crashes + p_crashes
+            ELSE greatest(x.crashes, least(x.crashes + p_crashes, p_max_crashes - 1)) END AS crashes
         FROM {schema}.exceptions x WHERE x.id = ANY (p_ids)
     ) b
     WHERE e.id = b.id;
