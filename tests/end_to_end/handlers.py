@@ -16,7 +16,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import psycopg
 from eventbus import Event, RetryPolicy
 from eventbus.bus import EventBus
 
-Json = Mapping[str, Any]
+Json = dict[str, Any]
 EFFECT = "INSERT INTO effects (queue, event_id) VALUES (%s, %s)"
 """What the handler of a transactional queue does to the database."""
 PROMISES = ("idempotent", "transactional", "ordered", "when_exhausted", "batch", "batch_wait", "timeout")

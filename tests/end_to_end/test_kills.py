@@ -8,12 +8,14 @@ import time
 from collections import Counter
 
 import psycopg
+import pytest
 
+from tests.end_to_end.handlers import Json
 from tests.end_to_end.scene import FAST_RETRY, LEASE, Scene, one_server
 from tests.waiting import wait_until
 
-QUEUE = {"name": "all", "pattern": "#", "retry": FAST_RETRY}
-THREADS = {"name": "threads", "pattern": "#", "sync": True, "retry": FAST_RETRY}
+QUEUE: Json = {"name": "all", "pattern": "#", "retry": FAST_RETRY}
+THREADS: Json = {"name": "threads", "pattern": "#", "sync": True, "retry": FAST_RETRY}
 IN_FLIGHT = 10 + 1_000
 """Most events that one consumer of one queue can have handled without having said so."""
 
@@ -178,18 +180,104 @@ def test_an_event_that_kills_every_process_becomes_a_dead_letter_and_takes_no_ot
     mates = scene.publish("a", *[{}] * 20)
     [poison] = scene.publish("a", {"die": "kill"})
     mates += scene.publish("a", *[{}] * 20)
-    crashes = 0
-    while not scene.check.dead("all"):
-        consumer = scene.consume(QUEUE, max_crashes=3, concurrency=4)
-        wait_until(lambda: consumer.exit_code() is not None or scene.check.dead("all"))  # noqa: B023 - awaited at once
-        crashes += consumer.exit_code() == -signal.SIGKILL
-        assert crashes <= 5
+    die_of(scene, QUEUE, poison)
     scene.check.wait_until_quiet("all")
     scene.check.verify("all", most_repeated=5 * len(mates))
-    letter = scene.check.dead("all")[poison]
-    assert (letter.reason, letter.attempts, letter.crashes) == ("worker died", 0, 3)
     assert set(scene.check.successes("all")) == set(mates)
-    assert {entry.attempt for entry in scene.check.entries("all")} == {1}
+
+
+EFFECTS: Json = {"name": "effects", "pattern": "#", "retry": FAST_RETRY, "transactional": True}
+KEYS: Json = {"name": "keys", "pattern": "#", "retry": FAST_RETRY, "ordered": True}
+DEATHS = {
+    "exit in a task": (QUEUE, {"die": "exit"}),
+    "memory in a thread": (THREADS, {"die": "memory"}),
+    "kill after the effect": (QUEUE | {"idempotent": True}, {"after": {"die": "kill"}}),
+    "kill in a batch": (QUEUE | {"batch": 10}, {"die": "kill"}),
+    "kill in a transaction": (EFFECTS, {"die": "kill"}),
+    "exit in a thread with a transaction": (EFFECTS | {"sync": True}, {"after": {"die": "exit"}}),
+    "kill in a batch of one transaction": (EFFECTS | {"batch": 10}, {"after": {"die": "kill"}}),
+}
+
+
+@one_server
+@pytest.mark.parametrize("death", DEATHS.values(), ids=DEATHS)
+def test_whatever_kind_of_handler_an_event_kills_the_process_of_it_dies_alone_and_its_mates_lose_no_attempt(
+    scene: Scene, death: tuple[Json, Json]
+) -> None:
+    queue, wish = death
+    name = queue["name"]
+    scene.prepare(queue)
+    mates = scene.publish("a", *[{}] * 15)
+    [poison] = scene.publish("a", wish)
+    mates += scene.publish("a", *[{}] * 15)
+    die_of(scene, queue, poison)
+    scene.check.wait_until_quiet(name)
+    assert set(scene.check.successes(name)) == set(mates)
+    assert scene.check.standing(name).dead == 1
+    if queue.get("transactional"):
+        assert scene.check.effects(name) == dict.fromkeys(mates, 1)
+
+
+@one_server
+@pytest.mark.parametrize("when_exhausted", ["park", "skip"])
+@pytest.mark.parametrize("kind", [KEYS, KEYS | EFFECTS, KEYS | {"batch": 10}], ids=["plain", "transactional", "batch"])
+def test_an_event_that_kills_every_process_keeps_only_the_later_events_of_its_key_waiting(
+    scene: Scene, kind: Json, when_exhausted: str
+) -> None:
+    queue = {**kind, "when_exhausted": when_exhausted}
+    name = queue["name"]
+    scene.prepare(queue)
+    before = scene.publish_keyed("poisoned", {})
+    poison, *behind = scene.publish_keyed("poisoned", {"die": "kill"}, {}, {})
+    others = [scene.publish_keyed(f"k{number}", *[{}] * 3) for number in range(8)]
+    die_of(scene, queue, poison)
+    behind += scene.publish_keyed("poisoned", {})
+    free = {*before, *(one for ids in others for one in ids), *(behind if when_exhausted == "skip" else ())}
+    wait_until(lambda: set(scene.check.successes(name)) >= free, 60)
+    if when_exhausted == "park":
+        wait_until(lambda: scene.check.standing(name).parked == len(behind), 60)
+        assert not scene.check.runs(name).keys() & set(behind)
+    wait_until(lambda: scene.check.standing(name).undone == scene.check.standing(name).parked, 60)
+    for ids in others:
+        assert list(dict.fromkeys(e.event_id for e in scene.check.entries(name, "start") if e.event_id in ids)) == ids
+    if queue.get("transactional"):
+        assert scene.check.effects(name) == dict.fromkeys(free, 1)
+
+
+def die_of(scene: Scene, queue: Json, poison: str) -> None:
+    """Start consumers until one event is dead: at the third crash, in a process in which nothing else ran."""
+    name, consumers = queue["name"], []
+    while poison not in scene.check.dead(name):
+        consumers.append(consumer := scene.consume(queue, max_crashes=3, concurrency=4))
+        wait_until(lambda: consumer.exit_code() is not None or poison in scene.check.dead(name), 60)
+        assert len(consumers) <= 4
+    letter = scene.check.dead(name)[poison]
+    assert (letter.reason, letter.attempts, letter.crashes) == ("worker died", 0, 3)
+    assert {entry.attempt for entry in scene.check.entries(name)} == {1}, "a crash cost an attempt"
+    runs = [entry for entry in scene.check.entries(name, "start") if entry.event_id == poison]
+    assert [entry.pid for entry in runs] == [consumer.pid for consumer in consumers[:3]]
+    last = [entry for entry in scene.check.entries(name) if entry.pid == consumers[2].pid and entry.what != "effect"]
+    beside = Counter(entry.event_id for entry in last if entry.event_id != poison)
+    assert last[-1].event_id == poison, "something was started beside it"
+    assert all(count % 2 == 0 for count in beside.values()), "something ran beside it"
+
+
+@one_server
+@pytest.mark.parametrize("queue", [QUEUE, THREADS], ids=["task", "thread"])
+def test_a_handler_that_is_refused_memory_has_failed_and_its_process_goes_on(scene: Scene, queue: Json) -> None:
+    few = queue | {"retry": FAST_RETRY | {"max_attempts": 2}}
+    name = queue["name"]
+    scene.prepare(few)
+    consumer = scene.consume(few)
+    scene.wait_until_consuming(consumer)
+    [hungry] = scene.publish("a", {"exhaust": True})
+    mates = scene.publish("a", *[{}] * 10)
+    scene.check.wait_until_quiet(name)
+    scene.check.verify(name)
+    assert set(scene.check.successes(name)) == set(mates)
+    letter = scene.check.dead(name)[hungry]
+    assert (letter.reason, letter.attempts, letter.crashes) == ("gave up after 2 attempts", 2, 0)
+    assert consumer.terminate() == 0
 
 
 @one_server
