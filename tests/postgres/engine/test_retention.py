@@ -119,6 +119,65 @@ def test_dup_05_a_dead_letter_keeps_the_execution_until_it_is_gone(bus: Engine, 
     assert purge(bus) == 1
 
 
+def test_dup_05_a_letter_that_is_redriven_after_the_retention_finds_its_execution(
+    bus: Engine, work: int, worker: UUID
+) -> None:
+    event = publish(bus)
+    handle(bus, worker, work)
+    publish(bus, event)
+    handle(bus, worker, work, {"outcome": "dead", "reason": "x"})
+    grow_old(bus)
+    assert purge(bus) == 0
+    bus.rows("SELECT {bus}.redrive(ARRAY(SELECT id FROM {bus}.dead_letters))")
+    assert purge(bus) == 0
+    [held] = bus.claim_due(worker, work)
+    assert held.twin == "completed"
+
+
+def test_dup_05_an_event_id_that_is_published_after_the_retention_runs_again_as_the_page_says(
+    bus: Engine, work: int, worker: UUID
+) -> None:
+    event = publish(bus)
+    handle(bus, worker, work)
+    grow_old(bus)
+    assert purge(bus) == 1
+    publish(bus, event)
+    bus.relay()
+    assert list(bus.claimed(worker, work).twins) == [None]
+
+
+@pytest.mark.parametrize("goes_on", ["filling", "replay"])
+def test_an_event_that_was_published_twice_keeps_its_execution_while_what_may_bring_it_goes_on(
+    bus: Engine, work: int, worker: UUID, goes_on: str
+) -> None:
+    event = publish(bus)
+    publish(bus, event)
+    bus.relay()
+    replay = 0
+    if goes_on == "replay":
+        replay = bus.value("SELECT {bus}.begin_replay(%s, NULL, NULL, ARRAY['work.done'])", work)
+        bus.settle(bus.claimed(worker, work))
+        bus.rows("SELECT {bus}.replay_step(%s, 1, 1)", replay)
+    else:
+        bus.rows("UPDATE {bus}.queues SET state = 'filling' WHERE id = %s", work)
+        bus.rows(
+            "INSERT INTO {bus}.fillings (queue_id, snapshot, next_xid, ids_upto)"
+            " SELECT %s, snapshot, next_xid, 0 FROM {bus}.ticks ORDER BY id LIMIT 1",
+            work,
+        )
+    bus.settle(bus.claimed(worker, work))
+    grow_old(bus)
+    purge(bus)
+    assert bus.column("SELECT replay_id FROM {bus}.processed_events") == [replay]
+    if goes_on == "replay":
+        bus.rows("SELECT {bus}.replay_step(%s, 100, 100)", replay)
+        bus.settle(bus.claimed(worker, work))
+        grow_old(bus)
+    else:
+        bus.rows("SELECT {bus}.end_filling(%s)", work)
+    assert purge(bus) == 1
+
+
 def test_when_the_second_copy_is_done_too_the_execution_is_removed(bus: Engine, work: int, worker: UUID) -> None:
     event = publish(bus)
     handle(bus, worker, work)
