@@ -14,7 +14,7 @@ import pytest
 from tests.torture.kinds import chosen
 from tests.torture.stage import Plan, Stage
 
-EVENTS = int(os.environ.get("EVENTBUS_TORTURE_EVENTS", "8000"))
+EVENTS = int(os.environ.get("EVENTBUS_TORTURE_EVENTS", "4000"))
 SECONDS = EVENTS / 250
 
 

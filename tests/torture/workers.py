@@ -22,6 +22,8 @@ from tests.torture.watch import Watch
 
 ROOT: Final = Path(__file__).parents[2]
 LEASE: Final = 2.0
+TROUBLES: Final = ("kill", "kill", "freeze", "freeze", "cut", "cut", "redrive", "redrive", "stop")
+"""All of them in a random order, then all of them again."""
 SETTINGS: Final = {
     "EVENTBUS_LEASE": str(LEASE),
     "EVENTBUS_MAX_CRASHES": "1000",  # no event is to blame for a kill
@@ -55,6 +57,7 @@ class Workers:
         self._journal = Journal(folder, "workers")
         self._watch = Watch(self._connection, self._journal, LEASE)
         self._chance = random.Random(seed)
+        self._troubles: list[str] = []
         self._numbers = itertools.count(1)
         self._running: dict[subprocess.Popen[bytes], Path] = {}
         self._stopping: dict[subprocess.Popen[bytes], Path] = {}
@@ -92,7 +95,9 @@ class Workers:
         if not awake:
             return
         victim = self._chance.choice(awake)
-        match self._chance.choices(("kill", "stop", "freeze", "cut", "redrive"), (3, 1, 2, 2, 2))[0]:
+        if not self._troubles:
+            self._troubles = self._chance.sample(TROUBLES, len(TROUBLES))
+        match self._troubles.pop():
             case "kill":
                 self._fault("kill", victim.pid)
                 victim.kill()
