@@ -12,17 +12,23 @@ import pytest
 
 from eventbus import Event
 from tests.conftest import NewCluster
+from tests.end_to_end.handlers import Json
 from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene, one_server
 from tests.waiting import wait_until
 
-TASKS = {"name": "tasks", "pattern": "#", "retry": FAST_RETRY}
-THREADS = {"name": "threads", "pattern": "#", "sync": True, "retry": FAST_RETRY}
+TASKS: Json = {"name": "tasks", "pattern": "#", "retry": FAST_RETRY}
+THREADS: Json = {"name": "threads", "pattern": "#", "sync": True, "retry": FAST_RETRY}
+BOOKS: Json = TASKS | {"name": "books", "transactional": True}
+THREADED_BOOKS: Json = THREADS | {"name": "threaded-books", "transactional": True}
+KEYS: Json = TASKS | {"name": "keys", "ordered": True}
+ORDERED_BOOKS: Json = KEYS | {"name": "ordered-books", "transactional": True}
 both_kinds = pytest.mark.parametrize("queue", [TASKS, THREADS], ids=["tasks", "threads"])
+all_kinds = pytest.mark.parametrize("queue", [TASKS, THREADS, BOOKS, THREADED_BOOKS], ids=lambda queue: queue["name"])
 
 
 @both_kinds
 def test_prc_01_a_stop_lets_running_handlers_finish_and_hands_the_rest_to_a_peer_at_once(
-    scene: Scene, queue: dict[str, object]
+    scene: Scene, queue: Json
 ) -> None:
     scene.prepare(queue)
     name = str(queue["name"])
@@ -45,10 +51,39 @@ def test_prc_01_a_stop_lets_running_handlers_finish_and_hands_the_rest_to_a_peer
     assert {entry.attempt for entry in scene.check.entries(name)} == {1}
 
 
-@both_kinds
+@one_server
+@pytest.mark.parametrize(
+    "queue", [KEYS, ORDERED_BOOKS, KEYS | {"name": "batches", "batch": 3}], ids=lambda q: q["name"]
+)
+def test_prc_01_a_stop_hands_other_keys_to_a_peer_at_once_and_the_keys_that_run_when_they_are_done(
+    scene: Scene, queue: Json
+) -> None:
+    scene.prepare(queue)
+    name = queue["name"]
+    stopping = scene.consume(queue, concurrency=2, drain_timeout=60, lease=600, poll_interval=600)
+    running = [scene.publish_keyed(key, {"gate": "go"}, {}, {}) for key in "ab"]
+    scene.wait_for(name, "start", 2)
+    waiting = [scene.publish_keyed(f"k{number}", *[{}] * 4) for number in range(6)]
+    peer = scene.consume(queue, lease=600, poll_interval=600)
+    scene.wait_until_consuming(peer)
+    stopping.send(signal.SIGTERM)
+    wait_until(lambda: {one for ids in waiting for one in ids} <= set(scene.check.successes(name)), 60)
+    assert stopping.exit_code() is None, "it did not wait for the running handlers"
+    assert len(scene.check.entries(name, "start")) == 2 + 6 * 4, "a later event of a key that runs was started"
+    scene.open_gate("go")
+    assert stopping.wait() == 0
+    scene.check.wait_until_quiet(name)
+    scene.check.verify(name)
+    assert set(scene.check.runs(name).values()) == {1}
+    for ids in running + waiting:
+        assert [entry.event_id for entry in scene.check.entries(name, "end") if entry.event_id in ids] == ids
+    assert {entry.attempt for entry in scene.check.entries(name)} == {1}
+
+
+@all_kinds
 @one_server
 def test_prc_01_a_handler_that_outlasts_the_drain_timeout_is_released_and_loses_no_attempt(
-    scene: Scene, queue: dict[str, object]
+    scene: Scene, queue: Json
 ) -> None:
     scene.prepare(queue)
     name = str(queue["name"])
@@ -64,6 +99,8 @@ def test_prc_01_a_handler_that_outlasts_the_drain_timeout_is_released_and_loses_
     scene.check.verify(name)
     assert scene.check.runs(name) == dict.fromkeys(held_up, 2)
     assert {entry.attempt for entry in scene.check.entries(name)} == {1}
+    if queue.get("transactional"):
+        assert scene.check.effects(name) == dict.fromkeys(held_up, 1), "what was cut short has left something"
 
 
 @one_server
@@ -79,11 +116,9 @@ def test_a_handler_that_swallows_its_cancellation_does_not_keep_the_process_aliv
     scene.check.verify("tasks")
 
 
-@both_kinds
+@all_kinds
 @one_server
-def test_a_second_signal_ends_it_now_with_exit_code_1_and_releases_what_ran(
-    scene: Scene, queue: dict[str, object]
-) -> None:
+def test_a_second_signal_ends_it_now_with_exit_code_1_and_releases_what_ran(scene: Scene, queue: Json) -> None:
     scene.prepare(queue)
     name = str(queue["name"])
     consumer = scene.consume(queue, concurrency=2, drain_timeout=60, lease=600)
