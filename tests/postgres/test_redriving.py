@@ -323,10 +323,10 @@ def test_a_letter_whose_lane_changes_at_this_very_moment_is_changed_under_the_lo
         retiring.execute(lock, [[line.numbers["book"]], [0]])
         claiming.execute(lock, [[line.numbers["book"]], [1]])
         moved = thread.submit(change, mine)
-        wait_until(lambda: waits_for(retiring))
+        wait_until(lambda: waits_for(retiring), 30)
         retiring.execute("UPDATE eventbus.dead_letters SET lane = 1")
         retiring.commit()
-        wait_until(lambda: waits_for(claiming))
+        wait_until(lambda: waits_for(claiming), 30)
         claiming.commit()
         assert moved.result(30) == [1]
     assert letters(line) == {}

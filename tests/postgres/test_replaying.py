@@ -352,7 +352,7 @@ def test_nothing_is_appended_while_the_relay_numbers(busy: Line, dsn: str) -> No
         relay.execute("SELECT pg_advisory_xact_lock(eventbus.lock_key('tick'))")
         with ThreadPoolExecutor(1) as thread:
             ended = thread.submit(replaying.play, other, SCHEMA, started)
-            wait_until(lambda: busy.one("SELECT cardinality(pg_blocking_pids(%s))", other.info.backend_pid))
+            wait_until(lambda: busy.one("SELECT cardinality(pg_blocking_pids(%s))", other.info.backend_pid), 30)
             relay.execute(
                 "INSERT INTO eventbus.deliveries (queue_id, lane, seq, outbox_id, size) VALUES (%s, 0, 26, 1, 1)",
                 [busy.numbers["ledger"]],
