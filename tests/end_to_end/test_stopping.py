@@ -52,9 +52,7 @@ def test_prc_01_a_stop_lets_running_handlers_finish_and_hands_the_rest_to_a_peer
 
 
 @one_server
-@pytest.mark.parametrize(
-    "queue", [KEYS, ORDERED_BOOKS, KEYS | {"name": "batches", "batch": 3}], ids=lambda q: q["name"]
-)
+@pytest.mark.parametrize("queue", [KEYS, ORDERED_BOOKS], ids=["keys", "ordered-books"])
 def test_prc_01_a_stop_hands_other_keys_to_a_peer_at_once_and_the_keys_that_run_when_they_are_done(
     scene: Scene, queue: Json
 ) -> None:
