@@ -50,7 +50,7 @@ BEGIN
     WHERE e.id = ANY (ARRAY(
         SELECT f.id FROM (SELECT DISTINCT k.key FROM unnest(p_keys) AS k (key) WHERE k.key IS NOT NULL) k
         CROSS JOIN LATERAL (
-            SELECT x.id FROM {schema}.exceptions x
+            SELECT x.id, x.seq FROM {schema}.exceptions x
             WHERE x.queue_id = p_queue AND x.lane = p_lane AND x.key = k.key
             ORDER BY x.seq LIMIT 1) f
         WHERE NOT EXISTS (
@@ -58,7 +58,8 @@ BEGIN
             WHERE x.queue_id = p_queue AND x.lane = p_lane AND x.key = k.key AND x.state <> 'parked' OFFSET 0)
           AND NOT EXISTS (
             SELECT 1 FROM {schema}.dead_letters l
-            WHERE l.queue_id = p_queue AND l.lane = p_lane AND l.key = k.key AND l.blocks OFFSET 0)));
+            WHERE l.queue_id = p_queue AND l.lane = p_lane AND l.key = k.key AND l.blocks
+              AND l.seq < f.seq OFFSET 0)));
     GET DIAGNOSTICS v_count = ROW_COUNT;
     RETURN v_count;
 END
