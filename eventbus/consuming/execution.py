@@ -87,13 +87,13 @@ class Execution:
         """Call a plain handler in this thread; unfinished work that it returned is given back. Never raises."""
         if self._timeout is not None or subscription.tracking == "transactional":
             self.handle, self.handle_blocking = self._handle_guarded, self._handle_blocking_guarded
-        elif subscription.tracking == "idempotent":
-            self.handle, self.handle_blocking = self._handle_tracked, self._handle_blocking_tracked
 
     async def _handle(self, delivery: Delivery) -> Verdict:
         event = delivery.event
         if event is None:
             return MISSING
+        if delivery.twin is not None and (known := self.known(delivery)) is not None:
+            return known
         try:
             result = await self._call(event)
             if self.aborting:  # it may have swallowed its cancellation half-way
@@ -101,10 +101,6 @@ class Execution:
             return DONE if result is None else self.verdicts.of(await conclude(result), event)
         except BaseException as error:  # noqa: BLE001 - see the module's docstring
             return self.failed(error, event)
-
-    async def _handle_tracked(self, delivery: Delivery) -> Verdict:
-        known = None if delivery.twin is None else self.known(delivery)
-        return await self._handle(delivery) if known is None else known
 
     async def _handle_guarded(self, delivery: Delivery) -> Verdict:
         event, known = delivery.event, self.known(delivery)
@@ -120,6 +116,8 @@ class Execution:
         event = delivery.event
         if event is None:
             return MISSING
+        if delivery.twin is not None and (known := self.known(delivery)) is not None:
+            return known
         try:
             result = self._call(event)
             if result is None:
@@ -129,10 +127,6 @@ class Execution:
             return self.verdicts.of(outcome_of(result), event)
         except BaseException as error:  # noqa: BLE001 - see the module's docstring
             return self.failed(error, event)
-
-    def _handle_blocking_tracked(self, delivery: Delivery) -> Verdict | Unfinished:
-        known = None if delivery.twin is None else self.known(delivery)
-        return self._handle_blocking(delivery) if known is None else known
 
     def _handle_blocking_guarded(self, delivery: Delivery) -> Verdict | Unfinished:
         event, known = delivery.event, self.known(delivery)
