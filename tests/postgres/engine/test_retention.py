@@ -178,6 +178,20 @@ def test_an_event_that_was_published_twice_keeps_its_execution_while_what_may_br
     assert purge(bus) == 1
 
 
+def test_an_event_whose_second_copy_was_claimed_a_moment_ago_keeps_its_execution(
+    bus: Engine, work: int, worker: UUID
+) -> None:
+    event = publish(bus)
+    handle(bus, worker, work)
+    publish(bus, event)
+    bus.relay()
+    grow_old(bus)
+    claim = bus.claimed(worker, work)
+    assert purge(bus) == 0
+    bus.settle(claim)
+    assert purge(bus) == 1
+
+
 def test_when_the_second_copy_is_done_too_the_execution_is_removed(bus: Engine, work: int, worker: UUID) -> None:
     event = publish(bus)
     handle(bus, worker, work)
