@@ -131,6 +131,21 @@ async def test_what_ends_while_the_database_is_away_is_settled_and_its_lane_goes
         assert not made.consumer.leases
 
 
+async def test_a_lane_goes_on_when_all_that_ran_has_ended_before_the_failure_was_known() -> None:
+    gate = Gate()
+    async with line(gate.wait, ordered=True) as made:
+        made.engine.failures["detach"].append(Unavailable("gone"))
+        telling = made.engine.hold("detach")
+        made.engine.fresh[QUEUE].append("a1")
+        made.start()
+        await made.engine.called("detach")
+        gate.open("a1")
+        await made.engine.until(lambda: gate.ended == ["a1"])
+        telling.set()
+        await made.engine.until(lambda: made.engine.settled == [("a1", "done")])
+        await made.engine.until(lambda: not made.consumer.leases)
+
+
 async def test_a_claim_that_was_lost_meanwhile_is_told_and_what_it_runs_has_no_effect(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
