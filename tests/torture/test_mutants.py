@@ -207,7 +207,8 @@ def redrive_while_a_later_event_runs(theatre: Theatre) -> None:
     parts = one.claim()
     one.start(parts[0])
     theatre.redrive()
-    other.finish()
+    if due := other.claim_due():
+        other.settle_due(due, [other.run(part) for part in due])
     one.settle(parts, [one.end(parts[0])])
     other.finish()
 
