@@ -166,3 +166,42 @@ def test_the_time_of_a_claim_stays_flat_however_much_waits_in_line(
     after = cheapest(bus, CLAIM, lambda: (worker, queue))
     assert after.scanned == {}
     assert after.buffers < before.buffers * 1.3
+
+
+IDEMPOTENT_SETTLE = "SELECT {bus}.settle(ARRAY[%s::bigint], ARRAY[%s::uuid], NULL)"
+
+
+def test_recorded_executions_cost_the_same_however_many_there_are(own_bus: Engine) -> None:
+    bus = own_bus
+    queue = bus.declare_queue("once", tracking="idempotent")
+    bus.rows("ALTER TABLE {bus}.processed_events SET (autovacuum_enabled = false)")
+    bus.resolve(["orders.created"])
+    worker = bus.register()
+    for _ in range(7):  # by then every plan is the one that stays
+        event_id = bus.publish()
+        bus.publish(event_id=event_id)
+        bus.publish_many(4)
+        bus.relay()
+        claim = bus.claimed(worker, queue)
+        said = [{"seq": claim.hi, "outcome": "dead", "reason": "x"}, {"seq": claim.lo, "outcome": "retry"}]
+        bus.settle(claim, outcomes={claim.id: said})
+        bus.settle_due(bus.claim_due(worker, queue), "done")
+    bus.rows(
+        "INSERT INTO {bus}.processed_events (queue_id, event_id, owner, completed_at)"
+        " SELECT %s, gen_random_uuid(), NULL, clock_timestamp() FROM generate_series(1, 200000)",
+        queue,
+    )
+    twins = [bus.publish() for _ in range(BATCH // 2)]
+    for event_id in twins:
+        bus.publish(event_id=event_id)
+    bus.relay()
+
+    def claimed() -> tuple[object, ...]:
+        claim = bus.claimed(worker, queue, BATCH)
+        return (claim.id, claim.token)
+
+    for statement, prepare in ((CLAIM, lambda: (worker, queue)), (IDEMPOTENT_SETTLE, claimed)):
+        cost = cheapest(bus, statement, prepare)
+        assert cost.scanned == {}, statement
+        assert cost.spilled == 0, statement
+        assert cost.buffers < MOST_BUFFERS, statement
