@@ -215,7 +215,7 @@ async def test_an_event_that_was_published_twice_takes_effect_once(scene: Scene)
     together = threading.Barrier(2)
     calls = []
 
-    @scene.subscribe()
+    @scene.subscribe(retry=RetryPolicy(max_attempts=1))
     def book(event: Event, conn: psycopg.Connection) -> None:
         write(conn, event)
         calls.append(event.event_id)
@@ -231,6 +231,7 @@ async def test_an_event_that_was_published_twice_takes_effect_once(scene: Scene)
     scene.publish_one("c", event_id=twice)
     await scene.run()
     assert calls.count(twice) == 2
+    assert scene.dead == []
     assert scene.query("SELECT count(*) FROM eventbus.exceptions") == [0]
 
 
@@ -246,7 +247,7 @@ MISUSES: dict[str, tuple[Sequence[str], str]] = {
     "RESET ALL": (["RESET ALL"], "the handler ended the transaction"),
     "aborted": (["!SELECT 1/0"], "left its transaction aborted"),
     "closed": ([".close"], "closed the connection"),
-    "READ ONLY": (["SET TRANSACTION READ ONLY"], "read-only"),
+    "READ ONLY": (["SET TRANSACTION READ ONLY"], "made its transaction read-only"),
     "a pipeline": (["pipeline"], "pipeline"),
     "a transaction block": (["transaction"], "nesting level"),
 }
