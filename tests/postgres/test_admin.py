@@ -152,6 +152,25 @@ def test_every_key_that_stands_still_says_what_it_waits_for_and_how_many_events_
     assert {item.queue for item in found.values()} == {"keyed"}
 
 
+def test_a_key_with_several_dead_letters_waits_for_the_earliest_thing_of_it(line: Line) -> None:
+    keyed(line)
+    events = [line.publish(key="a") for _ in range(3)]
+    line.relay()
+    assert line.settle(line.claim("keyed"), s1=DEAD, s2={"outcome": "parked"}, s3={"outcome": "parked"})
+    line.conn.execute("SELECT eventbus.redrive(ARRAY[1::bigint])")
+    [held] = line.claim_due("keyed", 1)
+    line.conn.execute(
+        "INSERT INTO eventbus.dead_letters (queue_id, lane, seq, outbox_id, attempts, crashes, blocks, key, reason)"
+        " SELECT queue_id, lane, seq, outbox_id, 1, 0, true, key, 'later' FROM eventbus.exceptions WHERE seq = 2"
+    )
+    line.conn.execute("DELETE FROM eventbus.exceptions WHERE seq = 2")
+    [found] = blocked(line.conn, SCHEMA, limit=10)
+    assert (found.by, found.event_id) == ("running", events[0])
+    assert line.settle_exception(held, outcome="done")
+    [found] = blocked(line.conn, SCHEMA, limit=10)
+    assert (found.by, found.reason) == ("dead letter", "later")
+
+
 def test_the_lanes_of_a_queue_that_is_not_ordered_cannot_be_chosen(line: Line) -> None:
     with pytest.raises(NotOrdered, match="'ledger' is not ordered and has no lanes; subscribe it with ordered=True"):
         change_lanes(line.conn, SCHEMA, "ledger", 4)

@@ -312,6 +312,18 @@ def test_a_pending_execution_of_another_delivery_is_told_apart(line: Line) -> No
     assert other.notes[0].endswith("by another delivery of the same event id")
 
 
+def test_a_replayed_copy_is_an_execution_of_its_own(line: Line) -> None:
+    keyed(line, kind="plain", lanes=None, tracking="idempotent")
+    event_id = line.publish("users.seen")
+    line.relay()
+    assert line.settle(line.claim("keyed"))
+    replay = line.one("SELECT eventbus.begin_replay(%s, NULL, NULL, ARRAY['users.seen'])", line.numbers["keyed"])
+    line.conn.execute("SELECT eventbus.replay_step(%s, 100, 100)", [replay])
+    first, again = (copy.standing for copy in told(line, event_id).copies if copy.queue == "keyed")
+    assert (first.stage, first.facts["execution"]) == ("done", "completed")
+    assert (again.stage, "execution" in again.facts) == ("waiting", False)
+
+
 def test_a_redriven_copy_and_a_replayed_one_say_where_they_come_from(line: Line) -> None:
     from eventbus.postgres.dead_letters import Selection, redrive
 
