@@ -82,6 +82,21 @@ def released_range(engine: Engine, worker: UUID) -> tuple[object, ...]:
     return (worker,)
 
 
+def completing(engine: Engine, worker: UUID) -> tuple[object, ...]:
+    claim = engine.claimed(worker, WAITING, BATCH)
+    held = engine.claim_due(worker, RETRYING, BATCH)
+    event_ids = list({*claim.event_ids, *(one.event_id for one in held)})
+    return (
+        [claim.id] * BATCH,
+        [claim.token] * BATCH,
+        list(claim.seqs),
+        [one.id for one in held],
+        [one.token for one in held],
+        event_ids,
+        [0] * len(event_ids),
+    )
+
+
 CASES = {
     "tick": Case(f"SELECT * FROM {{bus}}.tick({BATCH})", lambda e, w: ()),
     "claim": Case(
@@ -112,6 +127,11 @@ CASES = {
     "settle_exceptions": Case("SELECT * FROM {bus}.settle_exceptions(%s::bigint[], %s::uuid[], %s)", due),
     "settle_exceptions that were lost": Case(
         "SELECT * FROM {bus}.settle_exceptions(%s::bigint[], %s::uuid[], %s)", lost
+    ),
+    "complete": Case(
+        "SELECT {bus}.complete(NULL, %s::bigint[], %s::uuid[], %s::bigint[], %s::bigint[], %s::uuid[], 1, %s::uuid[],"
+        " %s::integer[])",
+        completing,
     ),
     "take_over": Case("SELECT * FROM {bus}.take_over(%s, 0.5, 3)", dead_peer),
     "take_over of nothing": Case("SELECT * FROM {bus}.take_over(%s, 0.5, 3)", idle_peer),
