@@ -21,7 +21,18 @@ from eventbus.consuming.boundary import Results
 from eventbus.postgres.link import SESSION, Outage, conninfo
 from eventbus.postgres.sessions import Sessions, end, refresh
 from eventbus.postgres.statements import Statements
-from eventbus.postgres.tries import Losses, Opening, Patience, Tries, Unit, committable, link_of, require_unharmed
+from eventbus.postgres.tries import (
+    Losses,
+    Opening,
+    Patience,
+    Tries,
+    Unit,
+    committable,
+    is_held,
+    link_of,
+    require_released,
+    require_unharmed,
+)
 from eventbus.transport import Delivery
 
 Bind = Callable[[Any], AbstractContextManager[None]]
@@ -96,8 +107,14 @@ class Transactions:
         with session.transaction() as transaction:
             _execute(session, unit.begin())
             unit.step = "handler"
-            with self._bind(session):
-                results = attempt(session)
+            try:
+                with self._bind(session):
+                    results = attempt(session)
+                require_released(session)
+            except BaseException:
+                if is_held(session):  # the end of the block would wait for it for ever
+                    session.close()
+                raise
             if not committable(results):
                 raise psycopg.Rollback(transaction)
             require_unharmed(session)
@@ -111,8 +128,14 @@ class Transactions:
         async with session.transaction() as transaction:
             await _execute_async(session, unit.begin())
             unit.step = "handler"
-            with self._bind(session):
-                results = await attempt(session)
+            try:
+                with self._bind(session):
+                    results = await attempt(session)
+                require_released(session)
+            except BaseException:
+                if is_held(session):
+                    await session.close()
+                raise
             if not committable(results):
                 raise psycopg.Rollback(transaction)
             require_unharmed(session)

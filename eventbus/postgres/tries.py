@@ -221,6 +221,20 @@ def committable(results: Results) -> bool:
     return all(isinstance(result, Done | Discard) for result in results)
 
 
+def is_held(session: Session) -> bool:
+    """Whether something that the handler has left behind still uses the connection, and keeps others from it."""
+    return session.lock.locked() or session.pgconn.transaction_status == TransactionStatus.ACTIVE
+
+
+def require_released(session: Session) -> None:
+    """Raise :class:`TransactionMisused` if the handler left a statement unfinished."""
+    if is_held(session):
+        raise TransactionMisused(
+            "the handler left a statement unfinished: a COPY, a stream of rows or notifications, or a task or thread "
+            "that still uses the connection"
+        )
+
+
 def require_unharmed(session: Session) -> None:
     """Raise :class:`TransactionMisused` if the handler left something that cannot be committed."""
     if session.pgconn.pipeline_status != PipelineStatus.OFF:  # what fails in a pipeline would go unnoticed
@@ -235,8 +249,6 @@ def require_unharmed(session: Session) -> None:
             raise TransactionMisused(
                 "the handler ended the transaction of the bus; leave COMMIT and ROLLBACK to the bus"
             )
-        case TransactionStatus.ACTIVE:
-            raise TransactionMisused("the handler left a statement unfinished: a COPY, or a stream of rows")
         case TransactionStatus.UNKNOWN if session.closed and not session.broken:
             raise TransactionMisused("the handler closed the connection of its transaction; the bus closes it")
         case _:
