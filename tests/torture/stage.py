@@ -23,7 +23,7 @@ from tests.torture.publishers import Counters, Publisher
 from tests.torture.workers import Workers
 
 PUBLISHERS: Final = 4
-HURT_EVERY: Final = 0.8
+HURT_EVERY: Final = 0.6
 
 
 @dataclass(frozen=True, slots=True)
