@@ -172,7 +172,7 @@ class Station:
         lease = self._settings.lease
         idle = (subscription.timeout or _LONGEST_SILENCE) + lease
         statements = Statements("transactions", self._settings.schema_name)
-        patience = Patience(subscription.name, idle, lease, random.random)
+        patience = Patience(subscription.name, idle, lease, random.random, self._tenure)
         boundary = Transactions(self._settings.dsn, statements, self._using, patience, self._outage)
         self._boundaries.append(boundary)
         return boundary

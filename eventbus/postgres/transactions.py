@@ -106,6 +106,7 @@ class Transactions:
     def _within(self, session: psycopg.Connection[Any], unit: Unit, attempt: Callable[[Any], Results]) -> Results:
         with session.transaction() as transaction:
             _execute(session, unit.begin())
+            unit.require_held()
             unit.step = "handler"
             try:
                 with self._bind(session):
@@ -127,6 +128,7 @@ class Transactions:
     ) -> Results:
         async with session.transaction() as transaction:
             await _execute_async(session, unit.begin())
+            unit.require_held()
             unit.step = "handler"
             try:
                 with self._bind(session):

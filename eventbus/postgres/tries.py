@@ -21,6 +21,7 @@ from psycopg import errors
 from psycopg.pq import PipelineStatus, TransactionStatus
 
 from eventbus.consuming.boundary import Postponed, Results
+from eventbus.consuming.tenure import Tenure
 from eventbus.errors import EventBusError
 from eventbus.postgres.link import Outage, describe
 from eventbus.postgres.statements import Statements
@@ -50,6 +51,8 @@ class Patience:
     """How long a handler may leave its transaction without a statement."""
     lease: float
     random: Callable[[], float]
+    tenure: Tenure
+    """No handler starts after it has run out."""
 
 
 class Losses:
@@ -86,6 +89,12 @@ class Unit:
     def begin(self) -> bytes:
         """The statements after BEGIN."""
         return self._filled("begin", mark=self._mark, idle=_milliseconds(self._patience.idle))
+
+    def require_held(self) -> None:
+        """Raise :class:`Postponed` if others may have these deliveries by now: the transaction may have taken long."""
+        lost = any(delivery.lease.dropped for delivery in self._deliveries)
+        if lost or time.monotonic() > self._patience.tenure.until:
+            raise Postponed("the lease was lost before the handler began", delay=0.5)
 
     def complete(self) -> bytes:
         """The statements before COMMIT. Raises :class:`Postponed` when this worker has lost a lease meanwhile."""
@@ -227,7 +236,9 @@ def is_held(session: Session) -> bool:
 
 
 def require_released(session: Session) -> None:
-    """Raise :class:`TransactionMisused` if the handler left a statement unfinished."""
+    """Raise if the handler left a statement unfinished, or went on although its connection was lost."""
+    if session.broken:
+        raise psycopg.OperationalError("the connection of the transaction was lost while the handler ran")
     if is_held(session):
         raise TransactionMisused(
             "the handler left a statement unfinished: a COPY, a stream of rows or notifications, or a task or thread "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import psycopg
@@ -11,6 +12,7 @@ import pytest
 from eventbus import Event, RetryPolicy
 from eventbus.bus import EventBus
 from eventbus.postgres.admin import resume
+from eventbus.postgres.tries import Unit
 from eventbus.settings import load
 
 one_server = pytest.mark.parametrize("major", [18], indirect=True)
@@ -60,18 +62,80 @@ def async_handler(kept: list[Any], mistake: str) -> Any:
 
 
 @one_server
-@pytest.mark.parametrize("mistake", ["raise", "stream", "copy"])
-@pytest.mark.parametrize("kind", [sync_handler, async_handler], ids=["plain", "async"])
-async def test_a_handler_that_ends_in_the_middle_of_a_statement_has_failed_and_keeps_nobody_waiting(
-    dsn: str, conn: psycopg.Connection, kind: Any, mistake: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", ["plain", "async"])
+async def test_a_handler_that_does_not_notice_that_its_connection_breaks_each_time_has_failed_in_the_end(
+    dsn: str, conn: psycopg.Connection, kind: str
 ) -> None:
+    bus = books(dsn, conn)
+    runs = []
+
+    def plain(event: Event, conn: psycopg.Connection) -> None:
+        runs.append(event.attempt)
+        with suppress(psycopg.OperationalError):
+            conn.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    async def on_the_loop(event: Event, conn: psycopg.AsyncConnection) -> None:
+        runs.append(event.attempt)
+        with suppress(psycopg.OperationalError):
+            await conn.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    policy = RetryPolicy(max_attempts=2, first=0.01, jitter=False)
+    subscribe = bus.subscribe("orders.#", name="books", transactional=True, concurrency=1, retry=policy)
+    subscribe(plain if kind == "plain" else on_the_loop)
+    bus.outbox.publish_event("orders.created", 1, conn=conn, autocommit=True)
+    assert await bus.worker(until_idle=True).run() == 0
+    assert runs == [1, 1, 1, 2]
+    assert conn.execute("SELECT attempts FROM eventbus.dead_letters").fetchall() == [(2,)]
+
+
+@one_server
+@pytest.mark.parametrize("kind", ["plain", "async"])
+async def test_a_handler_does_not_begin_when_its_lease_has_run_out_while_its_transaction_was_opened(
+    dsn: str, conn: psycopg.Connection, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = books(dsn, conn)
+    begun: list[Unit] = []
+    runs = []
+    begin = Unit.begin
+
+    def slow_begin(unit: Unit) -> bytes:
+        begun.append(unit)
+        if len(begun) == 1:
+            unit._patience.tenure.renew(0.0)  # frozen for longer than a lease
+        return begin(unit)
+
+    def plain(event: Event, conn: psycopg.Connection) -> None:
+        runs.append(len(begun))
+
+    async def on_the_loop(event: Event, conn: psycopg.AsyncConnection) -> None:
+        runs.append(len(begun))
+
+    monkeypatch.setattr(Unit, "begin", slow_begin)
+    subscribe = bus.subscribe("orders.#", name="books", transactional=True)
+    subscribe(plain if kind == "plain" else on_the_loop)
+    bus.outbox.publish_event("orders.created", 1, conn=conn, autocommit=True)
+    assert await bus.worker(until_idle=True).run() == 0
+    assert runs == [2]
+
+
+def books(dsn: str, conn: psycopg.Connection) -> EventBus:
+    """A bus whose queue ``books`` is there before anything is published."""
     resume(conn, "eventbus")
     conn.execute("CREATE TABLE effects (n int)")
     conn.execute(
         "SELECT eventbus.declare_queues(%s)",
         [json.dumps([{"name": "books", "patterns": ["orders.#"], "tracking": "transactional"}])],
     )
-    bus = EventBus(load({"dsn": dsn}, environment={}))
+    return EventBus(load({"dsn": dsn, "lease": 2}, environment={}))
+
+
+@one_server
+@pytest.mark.parametrize("mistake", ["raise", "stream", "copy"])
+@pytest.mark.parametrize("kind", [sync_handler, async_handler], ids=["plain", "async"])
+async def test_a_handler_that_ends_in_the_middle_of_a_statement_has_failed_and_keeps_nobody_waiting(
+    dsn: str, conn: psycopg.Connection, kind: Any, mistake: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bus = books(dsn, conn)
     kept: list[Any] = []
     policy = RetryPolicy(max_attempts=2, first=0.01, jitter=False)
     bus.subscribe("orders.#", name="books", transactional=True, concurrency=1, retry=policy)(kind(kept, mistake))
