@@ -171,6 +171,8 @@ def test_an_event_id_that_is_published_twice_runs_as_often_as_the_page_says(scen
         assert scene.check.effects(name) == dict.fromkeys(ids, 1)
     else:
         assert scene.check.runs(name) == dict.fromkeys(ids, 3 if queue is PLAIN else 1)
+    completed = "SELECT count(*) FROM eventbus.processed_events WHERE completed_at IS NOT NULL AND owner IS NULL"
+    assert scene.query(completed) == [(0 if queue is PLAIN else 30,)]
     assert {entry.attempt for entry in scene.check.entries(name)} == {1}
 
 
