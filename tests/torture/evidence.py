@@ -19,8 +19,6 @@ UNCLEAR: Final = frozenset({"broken", "cut", None})
 
 MOMENT: Final = 500_000_000
 """Nanoseconds around a run in which a broken connection may have to do with it."""
-OPENING: Final = 1_000_000_000
-"""Nanoseconds for which a transactional handler may have waited for its transaction while its worker was replaced."""
 
 Item = TypeVar("Item")
 
@@ -96,9 +94,6 @@ class Evidence:
         """From when on others may have taken over the worker of a run; ``FOREVER`` when nobody did."""
         mine: Sequence[Incarnation] = self._incarnations.get(run.pid, ())
         place = bisect.bisect_right(mine, run.started, key=attrgetter("started"))
-        opening = self.kind.tracking == "transactional" and place > 1
-        if opening and run.started < mine[place - 1].started + OPENING:
-            place -= 1
         return mine[place - 1].silent if place else FOREVER
 
     def is_lost(self, run: Run) -> bool:
