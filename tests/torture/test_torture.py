@@ -1,6 +1,6 @@
 """Every guarantee for handlers of every kind, while workers are killed, frozen and cut off from the database.
 
-``EVENTBUS_TORTURE_EVENTS=300000`` makes the long form of it; ``TORTURE_KINDS`` chooses some queues.
+``TORTURE_EVENTS=300000`` makes the long form of it; ``TORTURE_KINDS`` chooses some queues.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from tests.torture.kinds import chosen
 from tests.torture.stage import Plan, Stage
 
-EVENTS = int(os.environ.get("EVENTBUS_TORTURE_EVENTS", "4000"))
+EVENTS = int(os.environ.get("TORTURE_EVENTS", "4000"))
 SECONDS = EVENTS / 250
 
 
