@@ -67,7 +67,8 @@ def consume(
         _log(as_json=invocation.given.as_json, debug=invocation.given.debug)
         _check_rights(settings, dsn, wait=wait)
         chosen = _names(queues)
-        log.info("consuming %s", ", ".join(chosen or sorted(item.name for item in bus.subscriptions)))
+        taken = bus.subscriptions if chosen is None else bus.subscriptions.only(chosen)
+        log.info("consuming %s", ", ".join(sorted(item.name for item in taken)))
         code = bus.consume(settings, queues=chosen, until_idle=until_idle, wait=wait)
     raise typer.Exit(code)
 
@@ -116,8 +117,10 @@ def _names(queues: str | None) -> list[str] | None:
 
 def _check_rights(settings: Settings, dsn: str, *, wait: bool) -> None:
     """Name a missing right before anything starts. A server that is down is waited for later."""
+    import psycopg
+
     from eventbus.postgres.admin import is_foreign
-    from eventbus.postgres.link import turned_away
+    from eventbus.postgres.link import broken, turned_away
     from eventbus.postgres.migrate import require_current
     from eventbus.postgres.privileges import ATTACH, CONSUME, missing, require
 
@@ -132,6 +135,9 @@ def _check_rights(settings: Settings, dsn: str, *, wait: bool) -> None:
                 )
     except Unavailable as error:
         if not wait or turned_away(str(error)):
+            raise
+    except psycopg.OperationalError as error:  # it went away while it was asked
+        if not wait or not broken(error):
             raise
 
 

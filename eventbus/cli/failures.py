@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from typing import Final
+from typing import Any, Final
 
 import typer
 
@@ -69,7 +69,7 @@ def code_of(error: BaseException) -> int:
     """The exit code of an error."""
     if isinstance(error, SchemaMissing | SchemaMismatch | PayloadMismatch):
         return NOT_FINE
-    if isinstance(error, _USAGE_ERROR | ConfigurationError | PublishError):
+    if isinstance(error, _USAGE_ERROR | ConfigurationError | PublishError) or _lacks_a_right(error):
         return USAGE
     return NOT_FINE
 
@@ -79,6 +79,8 @@ def message_of(error: BaseException) -> str:
     if isinstance(error, _USAGE_ERROR):
         return _usage(error)
     text = " ".join(str(error).split()) or type(error).__name__
+    if _lacks_a_right(error):
+        return f"{_server_says(error)}; run this as the owner of the schema, or grant the right"
     if isinstance(error, EventBusError | OSError) or _is_from_the_server(error):
         return text
     return f"unexpected error: {type(error).__name__}: {text} (--debug shows where)"
@@ -99,6 +101,15 @@ def _usage(error: BaseException) -> str:
 def _is_from_the_server(error: BaseException) -> bool:
     psycopg = sys.modules.get("psycopg")
     return psycopg is not None and isinstance(error, psycopg.Error)
+
+
+def _lacks_a_right(error: BaseException) -> bool:
+    return _is_from_the_server(error) and getattr(error, "sqlstate", None) == "42501"
+
+
+def _server_says(error: Any) -> str:
+    """What the server said, without the statement in which it happened."""
+    return " ".join(str(error.diag.message_primary or error).split())
 
 
 def _forget_output() -> None:

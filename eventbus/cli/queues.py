@@ -40,7 +40,7 @@ def queues(
         bool,
         typer.Option("--blocked", help="the keys of ordered queues that stand still, and why", show_default=False),
     ] = False,
-    limit: Annotated[int, typer.Option(min=1, help="the most keys that --blocked shows")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="the most keys that --blocked shows")] = 50,
 ) -> None:
     """Show every queue: its patterns, and how much of it is waiting, running, retrying, parked and dead.
 

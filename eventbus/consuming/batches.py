@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eventbus.consuming.boundary import Postponed, Results
-from eventbus.consuming.execution import Execution, Unfinished
+from eventbus.consuming.execution import DEFERRED, Execution, Unfinished
+from eventbus.consuming.idempotency import execution_of
 from eventbus.consuming.results import outcomes_of
 from eventbus.consuming.verdicts import warn_of_batch
 from eventbus.event import Event
@@ -92,13 +93,14 @@ class Batches:
     def _prepare(self, deliveries: Sequence[Delivery]) -> BatchCall:
         """Leave out what needs no call, and read the payloads of the rest."""
         call = BatchCall([None] * len(deliveries))
+        seen: set[Any] = set()
         for place, delivery in enumerate(deliveries):
             lease, event = delivery.lease, delivery.event
             if lease.dropped:
                 call.verdicts[place] = RELEASED
                 continue
             lease.started = max(lease.started, delivery.seq)
-            known = self._execution.known(delivery)
+            known = self._known(delivery, seen)
             if known is not None or event is None:
                 call.verdicts[place] = known
                 continue
@@ -112,6 +114,16 @@ class Batches:
             call.events.append(event)
             call.payloads.append(payload)
         return call
+
+    def _known(self, delivery: Delivery, seen: set[Any]) -> Verdict | None:
+        """The verdict that stands without a call. A transaction completes an event once: its copy comes later."""
+        known = self._execution.known(delivery)
+        if known is None and self._execution.boundary is not None and delivery.event is not None:
+            execution = execution_of(delivery.event)
+            if execution in seen:
+                return DEFERRED
+            seen.add(execution)
+        return known
 
     def _judge(self, call: BatchCall, results: Results) -> Verdicts:
         if self._execution.boundary is not None and len(results) > 1:

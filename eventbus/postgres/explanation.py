@@ -99,8 +99,8 @@ class _Reader:
         scheduled = self._rows("scheduled")
         if not scheduled:
             raise NotFound(
-                f"no event {self._event_id}: it was never published here, or its transaction has not committed, "
-                "or retention has removed it"
+                f"no event {self._event_id}: it was never published here, its transaction has not committed, or it was "
+                "delayed and taken back"
             )
         event = scheduled[0]
         late = event["due_in"] <= 0

@@ -886,3 +886,22 @@ def test_without_a_server_everything_works_in_a_folder_and_says_so_on_one_line(
     [queue] = bus("queues", "--json").json["queues"]
     assert queue["waiting"] == 0
     assert queue["name"] == "ledger"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("dead-letters", "redrive", "--all"),
+        ("dead-letters", "discard", "--all", "--yes"),
+        ("replay", "receipts"),
+        ("queues", "drop", "receipts", "--yes"),
+        ("resume",),
+    ],
+    ids=" ".join,
+)
+def test_a_role_that_only_consumes_is_told_in_one_line_what_is_left_to_the_owner(
+    bus: Run, conn: psycopg.Connection, new_role: Callable[..., tuple[str, str]], command: tuple[str, ...]
+) -> None:
+    conn.execute("""SELECT eventbus.declare_queues('[{"name": "receipts", "patterns": ["a"]}]')""")
+    _, as_role = new_role(privileges.CONSUME)
+    bus(*command, "--dsn", as_role).refused(2, "permission denied", "run this as the owner of the schema")

@@ -235,6 +235,33 @@ async def test_an_event_that_was_published_twice_takes_effect_once(scene: Scene)
     assert scene.query("SELECT count(*) FROM eventbus.exceptions") == [0]
 
 
+@one_server
+@pytest.mark.parametrize("kind", ["plain", "async"])
+async def test_a_second_copy_in_a_batch_does_not_make_its_neighbours_run_again(
+    scene: Scene, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+
+    def plain(events: list[Event], conn: psycopg.Connection) -> None:
+        calls.append(len(events))
+        for event in events:
+            write(conn, event)
+
+    async def on_the_loop(events: list[Event], conn: psycopg.AsyncConnection) -> None:
+        calls.append(len(events))
+        for event in events:
+            await awrite(conn, event)
+
+    scene.subscribe(batch=3, batch_wait=1.0)(plain if kind == "plain" else on_the_loop)
+    twice = uuid.uuid4()
+    ids = [scene.publish_one(n, event_id=each) for n, each in enumerate((twice, twice, None))]
+    await scene.run()
+    assert calls == [2]
+    assert sorted(scene.effects) == sorted(set(ids))
+    assert scene.completed == set(ids)
+    assert "batch" not in caplog.text
+
+
 # What handlers should not do
 
 MISUSES: dict[str, tuple[Sequence[str], str]] = {
