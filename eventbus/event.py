@@ -37,6 +37,7 @@ class Event:
         "_payload",
         "_payload_text",
         "attempt",
+        "event_id_text",
         "key",
         "published_at",
         "queue",
@@ -45,6 +46,8 @@ class Event:
         "topic",
     )
 
+    event_id_text: str
+    """``event_id`` as text, for logs and keys: the UUID is made when it is first asked for."""
     topic: str
     """Dotted name under which the event was published."""
     key: str | None
@@ -74,7 +77,8 @@ class Event:
         replay_id: int = 0,
         redriven: bool = False,
     ) -> None:
-        self._event_id: str | UUID = event_id
+        self.event_id_text = event_id
+        self._event_id: UUID | None = None
         self.topic = topic
         self.key = key
         self.published_at = published_at
@@ -90,8 +94,8 @@ class Event:
     @property
     def event_id(self) -> UUID:
         """UUIDv7 given by the publisher; the same in every queue, retry and replay."""
-        if isinstance(self._event_id, str):
-            self._event_id = UUID(self._event_id)
+        if self._event_id is None:
+            self._event_id = UUID(self.event_id_text)
         return self._event_id
 
     @property
@@ -116,7 +120,7 @@ class Event:
     @property
     def correlation_id(self) -> str:
         """The id that ties together everything one request caused: the header, or this event's own id."""
-        return self.headers.get(CORRELATION_ID) or str(self.event_id)
+        return self.headers.get(CORRELATION_ID) or self.event_id_text
 
     @property
     def is_replay(self) -> bool:
@@ -124,7 +128,7 @@ class Event:
         return self.replay_id != 0
 
     def __repr__(self) -> str:
-        return f"<Event {self.topic} {self._event_id} queue={self.queue} attempt={self.attempt}>"
+        return f"<Event {self.topic} {self.event_id_text} queue={self.queue} attempt={self.attempt}>"
 
 
 current_event: ContextVar[Event | None] = ContextVar("eventbus_current_event", default=None)

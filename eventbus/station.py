@@ -128,6 +128,8 @@ class Station:
             number = numbers[subscription.name]
             self._engine.names[number] = subscription.name
             self._engine.kinds[number] = subscription.kind
+            if subscription.tracking == "idempotent":
+                self._engine.idempotent.add(number)
             self._consumer.add(number, self._queue(subscription))
 
     def _require_schema(self) -> None:
@@ -147,7 +149,7 @@ class Station:
 
     def _queue(self, subscription: Subscription) -> QueueState:
         slots = subscription.concurrency or self._settings.concurrency
-        completions = None if subscription.tracking == "none" else Completions()
+        completions = Completions() if subscription.tracking == "idempotent" else None
         execution = Execution(
             subscription,
             random.random,

@@ -99,7 +99,7 @@ class Lease:
     """Seqs that the engine has been told of while the claim stayed open."""
     offered: dict[int, Delivery] = field(default_factory=dict)
     """Those of an ordered claim that a runner has: waiting for a slot, or running."""
-    executed: list[tuple[UUID, int]] = field(default_factory=list)
+    executed: list[tuple[str, int]] = field(default_factory=list)
     """Event ids and replays of the executions that its settlement completes, where they are recorded."""
     dropped: bool = False
     """The worker lost it; whatever its handlers return is discarded."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
-from uuid import UUID
 
 from eventbus.event import Event
 
-Execution = tuple[UUID, int]
-"""An event id, and the number of the replay, 0 for none."""
+Execution = tuple[str, int]
+"""An event id as text, and the number of the replay, 0 for none."""
 
 MOST: Final = 10_000
 LONGEST: Final = 600.0
@@ -22,7 +21,7 @@ LONGEST: Final = 600.0
 
 def execution_of(event: Event) -> Execution:
     """Which execution handling this event is."""
-    return event.event_id, event.replay_id
+    return event.event_id_text, event.replay_id
 
 
 class Completions:

@@ -32,6 +32,8 @@ class PostgresConsumer:
         """Queue numbers and names of this process."""
         self.kinds: dict[int, str] = {}
         """How the queues of this process are split into lanes."""
+        self.idempotent: set[int] = set()
+        """Those of them whose executions are completed by the settlement."""
         self._claiming = claiming
         self._settling = settling
         self._calls = calls
@@ -169,6 +171,7 @@ class PostgresConsumer:
                 [lease.claim_id for lease in claims],
                 [lease.token for lease in claims],
                 orjson.dumps(outcomes).decode() if outcomes else None,
+                [lease.claim_id for lease in claims if lease.queue_id in self.idempotent],
             ),
         )
         settled = {claim_id for (claim_id,) in rows}

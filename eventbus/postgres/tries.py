@@ -102,6 +102,7 @@ class Unit:
         if any(delivery.lease.dropped for delivery in self._deliveries):
             raise Postponed("the lease was lost while the handler ran", delay=0.5)
         claims = [delivery for delivery in self._deliveries if delivery.lease.claim_id]
+        tokens = {lease: str(lease.token) for lease in {delivery.lease for delivery in claims}}
         held = sorted((d.lease for d in self._deliveries if not d.lease.claim_id), key=lambda lease: lease.exception_id)
         events = [delivery.event for delivery in self._deliveries if delivery.event is not None]
         return self._filled(
@@ -109,12 +110,12 @@ class Unit:
             mark=self._mark,
             patience=_milliseconds(self._patience.lease),
             claims=_listed(delivery.lease.claim_id for delivery in claims),
-            claim_tokens=_listed(delivery.lease.token for delivery in claims),
+            claim_tokens=_listed(tokens[delivery.lease] for delivery in claims),
             seqs=_listed(delivery.seq for delivery in claims),
             exceptions=_listed(lease.exception_id for lease in held),
             exception_tokens=_listed(lease.token for lease in held),
             queue=self._deliveries[0].lease.queue_id,
-            event_ids=_listed(event.event_id for event in events),
+            event_ids=_listed(event.event_id_text for event in events),
             replays=_listed(event.replay_id for event in events),
         )
 

@@ -10,7 +10,7 @@ from eventbus.event import Event
 from tests.unit.consumer_line import QUEUE, Gate, Line, line
 from tests.unit.scripted_engine import Waiting
 
-ONE, TWO, THREE = ((UUID(int=number), 0) for number in (1, 2, 3))
+ONE, TWO, THREE = ((str(UUID(int=number)), 0) for number in (1, 2, 3))
 
 
 def test_a_completed_execution_is_known_for_as_long_as_it_was_promised() -> None:

@@ -254,7 +254,8 @@ CREATE INDEX dead_letters_event ON {schema}.dead_letters (event_id);
 CREATE INDEX dead_letters_blocking ON {schema}.dead_letters (queue_id, lane, key) WHERE blocks;
 
 -- Executions of the queues that record them. Pending until completed_at is set. owner: the outbox row whose delivery
--- runs it or will run it again; null when nobody does. Completed rows are removed when they are old enough.
+-- runs it or will run it again; null when nobody does. Completed rows are removed when they are old enough. Half of each
+-- page stays free: a settlement completes all of its rows at once, and each new version stays beside the old one.
 CREATE TABLE {schema}.processed_events (
     claimed_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
     completed_at timestamptz,
@@ -263,6 +264,6 @@ CREATE TABLE {schema}.processed_events (
     queue_id integer NOT NULL,
     replay_id integer NOT NULL DEFAULT 0,
     PRIMARY KEY (queue_id, event_id, replay_id)
-) WITH (fillfactor = 75);
+) WITH (fillfactor = 48);
 CREATE INDEX processed_events_age ON {schema}.processed_events USING brin (claimed_at)
     WITH (pages_per_range = 32, autosummarize = on);

@@ -90,8 +90,10 @@ $body$;
 -- Settles whole claims. p_outcomes: [{"claim", "outcomes": [...]}] for those with anything but done. Every claim is
 -- matched by (id, token); returned are the claims that are settled now by these tokens. One that is missing from the
 -- answer was taken over: nothing of it was written. Repeating a call whose reply was lost gives the same answer.
--- Executions that are recorded are completed here.
-CREATE FUNCTION {schema}.settle(p_ids bigint[], p_tokens uuid[], p_outcomes json) RETURNS SETOF bigint
+-- Executions that are recorded are completed here, those of the claims in p_completing, or of all: the handlers of a
+-- worker may have completed them already.
+CREATE FUNCTION {schema}.settle(p_ids bigint[], p_tokens uuid[], p_outcomes json, p_completing bigint[] DEFAULT NULL)
+RETURNS SETOF bigint
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off SET enable_memoize = off SET jit = off SET plan_cache_mode = force_generic_plan AS $body$
@@ -123,7 +125,8 @@ BEGIN
             PERFORM {schema}.record(v_claim.claim, '{}', v_claim.outcomes);
         END LOOP;
     END IF;
-    PERFORM {schema}.complete_claim(u.id, NULL) FROM unnest(v_new) AS u (id);
+    PERFORM {schema}.complete_claim(u.id, NULL) FROM unnest(v_new) AS u (id)
+    WHERE p_completing IS NULL OR u.id = ANY (p_completing);
     RETURN QUERY SELECT unnest(v_new);
     IF cardinality(v_new) < cardinality(p_ids) THEN
         RETURN QUERY

@@ -74,7 +74,7 @@ FROM {schema}.claim_due(%s::uuid, %s::uuid, %s::integer[], %s::integer[], %s::ti
 
 -- name: settle
 -- Settles whole claims.
-SELECT settle FROM {schema}.settle(%s::bigint[], %s::uuid[], %s::json)
+SELECT settle FROM {schema}.settle(%s::bigint[], %s::uuid[], %s::json, %s::bigint[])
 
 -- name: settle_exceptions
 -- Settles exceptions.

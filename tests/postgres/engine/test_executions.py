@@ -437,3 +437,18 @@ def test_two_claims_with_the_same_events_in_opposite_order_both_come_through(
         waiting = background.blocked(two, lambda: two.claimed(other, queue, 2))
         second = one.claimed(worker, queue, 1)
     assert [*first.twins, *second.twins, *waiting.result().twins] == [None, None, "pending", "pending"]
+
+
+def test_completing_a_whole_claim_moves_no_row_to_another_page_and_touches_no_index(own_bus: Engine) -> None:
+    queue = own_bus.declare_queue("once", tracking="idempotent")
+    own_bus.publish_many(1000, "once.many")
+    own_bus.relay()
+    claim = own_bus.claimed(own_bus.register(), queue, 1000)
+    with own_bus.connection.transaction():
+        own_bus.settle(claim)
+        [counts] = own_bus.rows(
+            "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_xact_user_tables"
+            " WHERE schemaname = %s AND relname = 'processed_events'",
+            own_bus.schema,
+        )
+    assert counts == (1000, 1000)
