@@ -161,24 +161,27 @@ BEGIN
     ), taken AS MATERIALIZED (
         SELECT r.id, r.size, r.key, r.priority, r.topic_id, r.fanout FROM resolved r
         WHERE NOT r.blocked AND (r.copies <= p_limit OR r.n = 1)
-    ), copies AS MATERIALIZED (
-        SELECT c.*, row_number() OVER (PARTITION BY c.queue_id, c.lane ORDER BY c.id) AS n FROM (
-            SELECT r.queue_id, k.id, k.size,
-                   r.lane_from + {schema}.lane_of(r.kind, r.lanes, k.key, k.priority, k.id) AS lane
+    ), copies AS MATERIALIZED (  -- place: queue and lane in one number, because that sorts faster
+        SELECT c.place, c.id, c.size, row_number() OVER (PARTITION BY c.place ORDER BY c.id) AS n FROM (
+            SELECT k.id, k.size, (r.queue_id::bigint << 32) + r.lane_from
+                   + {schema}.lane_of(r.kind, r.lanes, k.key, k.priority, k.id) AS place
             FROM taken k JOIN targets r ON r.topic_id = k.topic_id
         ) c
     ), newest AS MATERIALIZED (
-        SELECT q.queue_id, q.lane, coalesce((
+        SELECT q.place, q.queue_id, q.lane, coalesce((
             SELECT d.seq FROM {schema}.deliveries d WHERE d.queue_id = q.queue_id AND d.lane = q.lane
             ORDER BY d.seq DESC LIMIT 1), (
             SELECT c.hi FROM {schema}.claims c WHERE c.queue_id = q.queue_id AND c.lane = q.lane
             ORDER BY c.lo DESC LIMIT 1), 0) AS seq
-        FROM (SELECT DISTINCT c.queue_id, c.lane FROM copies c) q
+        FROM (
+            SELECT c.place, (c.place >> 32)::integer AS queue_id, (c.place & 4294967295)::integer AS lane
+            FROM copies c WHERE c.n = 1
+        ) q
     ), appended AS (
         INSERT INTO {schema}.deliveries (queue_id, lane, seq, outbox_id, size)
-        SELECT c.queue_id, c.lane, w.seq + c.n, c.id, c.size
-        FROM copies c JOIN newest w ON w.queue_id = c.queue_id AND w.lane = c.lane
-        ORDER BY c.queue_id, c.lane, c.n
+        SELECT w.queue_id, w.lane, w.seq + c.n, c.id, c.size
+        FROM copies c JOIN newest w ON w.place = c.place
+        ORDER BY c.place, c.n
         RETURNING 1
     ), counted AS (
         UPDATE {schema}.topics p SET unrouted = p.unrouted + k.n
