@@ -182,6 +182,7 @@ DECLARE
     c {schema}.claims%ROWTYPE;
     v_outbox bigint[];
     v_replays integer[];
+    v_recorded boolean := EXISTS (SELECT 1 FROM {schema}.progress g WHERE g.claim_id = p_claim);
 BEGIN
     SELECT * INTO STRICT c FROM {schema}.claims k WHERE k.id = p_claim;
     PERFORM 1 FROM {schema}.queues q WHERE q.id = c.queue_id AND q.tracking <> 'none';
@@ -192,8 +193,8 @@ BEGIN
     FROM {schema}.deliveries d
     WHERE d.queue_id = c.queue_id AND d.lane = c.lane AND d.seq BETWEEN c.lo AND c.hi
       AND (p_seqs IS NULL OR d.seq = ANY (p_seqs))
-      AND NOT EXISTS (
-        SELECT 1 FROM {schema}.progress g WHERE g.claim_id = c.id AND g.seq = d.seq AND g.outcome <> 'done' OFFSET 0);
+      AND (NOT v_recorded OR NOT EXISTS (
+        SELECT 1 FROM {schema}.progress g WHERE g.claim_id = c.id AND g.seq = d.seq AND g.outcome <> 'done' OFFSET 0));
     PERFORM {schema}.complete_executions(array_fill(c.queue_id, ARRAY[cardinality(v_outbox)]), v_outbox, v_replays)
     WHERE v_outbox IS NOT NULL;
 END

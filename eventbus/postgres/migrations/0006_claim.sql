@@ -157,7 +157,8 @@ BEGIN
     FOR v_lane IN
         SELECT c.id, c.queue_id, c.lane, c.lo, c.hi, {schema}.is_ordered(c.queue_id, c.lane) AS ordered,
                (v_twins AND q.tracking = 'idempotent') OR q.tracking = 'transactional' AS looked_for,
-               q.tracking = 'idempotent' AS owned
+               q.tracking = 'idempotent' AS owned,
+               EXISTS (SELECT 1 FROM {schema}.progress g WHERE g.claim_id = c.id OFFSET 0) AS parked
         FROM unnest(v_sifted) WITH ORDINALITY AS u (id, n)
         CROSS JOIN LATERAL (SELECT c.* FROM {schema}.claims c WHERE c.id = u.id OFFSET 0) c
         CROSS JOIN LATERAL (SELECT q.tracking FROM {schema}.queues q WHERE q.id = c.queue_id OFFSET 0) q
@@ -174,8 +175,8 @@ BEGIN
                 WHERE p.queue_id = v_lane.queue_id AND p.event_id = o.event_id AND p.replay_id = d.replay_id OFFSET 0
             ) p ON v_lane.looked_for
             WHERE d.queue_id = v_lane.queue_id AND d.lane = v_lane.lane AND d.seq BETWEEN v_lane.lo AND v_lane.hi
-              AND NOT EXISTS (
-                SELECT 1 FROM {schema}.progress g WHERE g.claim_id = v_lane.id AND g.seq = d.seq OFFSET 0)
+              AND (NOT v_lane.parked OR NOT EXISTS (
+                SELECT 1 FROM {schema}.progress g WHERE g.claim_id = v_lane.id AND g.seq = d.seq OFFSET 0))
             ORDER BY d.seq;
     END LOOP;
 END
@@ -233,6 +234,7 @@ DECLARE
     v_events uuid[];
     v_replays integer[];
     v_outbox bigint[];
+    v_parked boolean := EXISTS (SELECT 1 FROM {schema}.progress g WHERE g.claim_id = ANY (p_claims));
 BEGIN
     SELECT array_agg(d.queue_id), array_agg(o.event_id), array_agg(d.replay_id), array_agg(d.outbox_id)
     INTO v_queues, v_events, v_replays, v_outbox
@@ -241,7 +243,8 @@ BEGIN
     CROSS JOIN LATERAL (
         SELECT d.* FROM {schema}.deliveries d
         WHERE d.queue_id = c.queue_id AND d.lane = c.lane AND d.seq BETWEEN c.lo AND c.hi
-          AND NOT EXISTS (SELECT 1 FROM {schema}.progress g WHERE g.claim_id = c.id AND g.seq = d.seq OFFSET 0)
+          AND (NOT v_parked OR NOT EXISTS (
+            SELECT 1 FROM {schema}.progress g WHERE g.claim_id = c.id AND g.seq = d.seq OFFSET 0))
         ORDER BY d.seq) d
     CROSS JOIN LATERAL (SELECT o.event_id FROM {schema}.outbox o WHERE o.id = d.outbox_id OFFSET 0) o;
     RETURN v_events IS NOT NULL AND {schema}.begin_executions(v_queues, v_events, v_replays, v_outbox);
