@@ -290,14 +290,14 @@ def test_scl_01_idle_consumers_of_other_queues_and_other_relays_do_not_ask_for_e
 TICK_COLUMNS = """state text, more boolean, events integer, deliveries integer, fed integer[], unknown text[],
 due_in double precision"""
 CLAIM_COLUMNS = """claim_id bigint, queue_id integer, lane integer, seq bigint, size integer, event_id text, topic text,
-key text, payload text, headers text, published_at timestamptz"""
+key text, payload text, headers text, published_at timestamptz, replay_id integer, ordered boolean, twin text"""
 
 
 def count_calls(admin: psycopg.Connection) -> None:
     """Count ticks and claims in sequences, which are exact at once and need no transaction id."""
     for name, arguments, columns, call in (
         ("tick", "integer, timestamptz", TICK_COLUMNS, "$1, $2"),
-        ("claim", "uuid, uuid, integer[], integer[], bigint", CLAIM_COLUMNS, "$1, $2, $3, $4, $5"),
+        ("claim", "uuid, uuid, integer[], integer[], bigint, integer", CLAIM_COLUMNS, "$1, $2, $3, $4, $5, $6"),
     ):
         admin.execute(
             f"CREATE UNLOGGED SEQUENCE public.{name}s; ALTER FUNCTION eventbus.{name} RENAME TO real_{name};"
