@@ -76,7 +76,9 @@ def published(dsn: str, tables: psycopg.Connection) -> list[Event]:
     publish(tables, outbox, dataset.flights(dataset.read(FLIGHTS)), lambda _: None)
     rows = tables.execute("SELECT event_id, topic, payload::text, published_at FROM eventbus.outbox ORDER BY id")
     return [
-        Event(event_id=event_id, topic=topic, key=None, payload=payload, headers=None, published_at=at, queue="test")
+        Event(
+            event_id=str(event_id), topic=topic, key=None, payload=payload, headers=None, published_at=at, queue="test"
+        )
         for event_id, topic, payload, at in rows
     ]
 

@@ -263,10 +263,11 @@ def die_of(scene: Scene, queue: Json, poison: str) -> None:
 
 
 @one_server
-@pytest.mark.parametrize("queue", [QUEUE, THREADS], ids=["task", "thread"])
-def test_a_handler_that_is_refused_memory_has_failed_and_its_process_goes_on(scene: Scene, queue: Json) -> None:
-    few = queue | {"retry": FAST_RETRY | {"max_attempts": 2}}
-    name = queue["name"]
+def test_a_handler_that_is_refused_memory_has_failed_and_its_process_goes_on(scene: Scene) -> None:
+    few = QUEUE | {
+        "retry": FAST_RETRY | {"max_attempts": 2}
+    }  # in a thread it could take the memory of the bus's own loops
+    name = QUEUE["name"]
     scene.prepare(few)
     consumer = scene.consume(few)
     scene.wait_until_consuming(consumer)

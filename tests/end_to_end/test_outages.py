@@ -198,14 +198,15 @@ def test_dbf_05_a_claim_that_runs_into_a_timeout_is_a_warning_that_names_it(scen
 @contextmanager
 def slow_claims(admin: psycopg.Connection) -> Iterator[None]:
     """Make claims of fresh deliveries too slow, as a lost index would, and count them."""
-    signature = "eventbus.claim(uuid, uuid, integer[], integer[], bigint)"
+    signature = "eventbus.claim(uuid, uuid, integer[], integer[], bigint, integer)"
     admin.execute(
         f"CREATE SEQUENCE public.claiming; ALTER FUNCTION {signature} RENAME TO fast_claim;"
-        " CREATE FUNCTION eventbus.claim(uuid, uuid, integer[], integer[], bigint) RETURNS TABLE (claim_id bigint,"
-        " queue_id integer, lane integer, seq bigint, size integer, event_id text, topic text, key text, payload text,"
-        " headers text, published_at timestamptz) LANGUAGE plpgsql AS $$ BEGIN"
+        " CREATE FUNCTION eventbus.claim(uuid, uuid, integer[], integer[], bigint, integer)"
+        " RETURNS TABLE (claim_id bigint, queue_id integer, lane integer, seq bigint, size integer, event_id text,"
+        " topic text, key text, payload text, headers text, published_at timestamptz, replay_id integer,"
+        " ordered boolean, twin text) LANGUAGE plpgsql AS $$ BEGIN"
         " PERFORM nextval('public.claiming'); PERFORM pg_sleep(1);"
-        " RETURN QUERY SELECT * FROM eventbus.fast_claim($1, $2, $3, $4, $5); END $$"
+        " RETURN QUERY SELECT * FROM eventbus.fast_claim($1, $2, $3, $4, $5, $6); END $$"
     )
     yield
     admin.execute(f"DROP FUNCTION {signature}; ALTER FUNCTION eventbus.fast_claim RENAME TO claim")

@@ -36,7 +36,7 @@ def silence(line: Line) -> None:
 
 
 def test_an_unknown_event_is_not_found(line: Line) -> None:
-    with pytest.raises(NotFound, match="never published here, or its transaction has not committed, or retention"):
+    with pytest.raises(NotFound, match="never published here, its transaction has not committed, or it was delayed"):
         told(line, uuid4())
 
 
