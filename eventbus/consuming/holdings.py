@@ -34,9 +34,7 @@ class Holdings:
         for delivery in deliveries:
             if delivery.following is not None and delivery.lease.exception_id:
                 leases.update(each.lease for each in chain(delivery))
-        for lease in leases:
-            self.leases.add(lease)
-            self.bytes += lease.size
+        self._add(leases)
 
     def finish(self, delivery: Delivery, verdict: Verdict) -> None:
         """One delivery has a verdict; the last one of a lease makes it settleable."""
@@ -55,7 +53,10 @@ class Holdings:
     def exchange(self, old: Lease, new: Iterable[Lease]) -> None:
         """A lease was settled, and what still runs of it is held under others."""
         self.forget(old)
-        for lease in new:
+        self._add(new)
+
+    def _add(self, leases: Iterable[Lease]) -> None:
+        for lease in leases:
             self.leases.add(lease)
             self.bytes += lease.size
 

@@ -1,5 +1,15 @@
 -- Claiming: ranges of lanes, and exceptions that are due.
 
+-- The place of a lane among those of its layout, from 0: which one comes first changes with the turn. Of ordered lanes
+-- each in turn; of prioritized ones the most urgent, but in every tenth turn one of the others.
+CREATE FUNCTION {schema}.rank_in_turn(p_kind text, p_lanes integer, p_lane integer, p_turn integer) RETURNS integer
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+RETURN (p_lane + p_lanes - CASE
+    WHEN p_lanes = 1 THEN 0
+    WHEN p_kind = 'ordered' THEN p_turn % p_lanes
+    WHEN p_turn % 10 = 9 THEN 1 + (p_turn / 10) % (p_lanes - 1)
+    ELSE 0 END) % p_lanes;
+
 -- Claims the next range of each queue that has one, in the order given: at most p_limits[i] events of p_queues[i], at
 -- most p_bytes of payload in all (at least one event). p_turn counts the claims of this worker.
 --
@@ -48,11 +58,7 @@ BEGIN
                least(count(*) OVER (PARTITION BY f.queue_id), (f.lanes + 1) / 2) AS shares
         FROM (
             SELECT u.queue_id, u.most, u.place, q.tracking, l.kind, l.lanes, g.lane,
-                   (g.lane - l.lane_from + l.lanes - CASE
-                        WHEN l.lanes = 1 THEN 0
-                        WHEN l.kind = 'ordered' THEN p_turn % l.lanes
-                        WHEN p_turn % 10 = 9 THEN 1 + (p_turn / 10) % (l.lanes - 1)
-                        ELSE 0 END) % l.lanes AS turn,
+                   {schema}.rank_in_turn(l.kind, l.lanes, g.lane - l.lane_from, p_turn) AS turn,
                    (SELECT d.seq FROM {schema}.deliveries d WHERE d.queue_id = u.queue_id AND d.lane = g.lane
                     ORDER BY d.seq DESC LIMIT 1) AS newest,
                    (SELECT c.hi FROM {schema}.claims c WHERE c.queue_id = u.queue_id AND c.lane = g.lane
@@ -348,11 +354,8 @@ $body$;
 CREATE FUNCTION {schema}.lanes_in_turn(p_queue integer, p_turn integer) RETURNS integer[]
 LANGUAGE sql STABLE SET enable_seqscan = off
 BEGIN ATOMIC
-    SELECT COALESCE(pg_catalog.array_agg(g.lane ORDER BY l.lane_from, (g.lane - l.lane_from + l.lanes - CASE
-        WHEN l.lanes = 1 THEN 0
-        WHEN l.kind = 'ordered' THEN p_turn % l.lanes
-        WHEN p_turn % 10 = 9 THEN 1 + (p_turn / 10) % (l.lanes - 1)
-        ELSE 0 END) % l.lanes), '{}')
+    SELECT COALESCE(pg_catalog.array_agg(
+        g.lane ORDER BY l.lane_from, {schema}.rank_in_turn(l.kind, l.lanes, g.lane - l.lane_from, p_turn)), '{}')
     FROM {schema}.layouts l, LATERAL pg_catalog.generate_series(l.lane_from, l.lane_from + l.lanes - 1) AS g (lane)
     WHERE l.queue_id = p_queue;
 END;

@@ -1,11 +1,15 @@
 -- Settling: what became of claimed deliveries, written once, by the one who holds them.
 
--- Locks the lanes of those claims whose lanes are ordered.
-CREATE FUNCTION {schema}.lock_lanes_of_claims(p_ids bigint[]) RETURNS void
+-- Locks the ordered lanes of claims and exceptions, all in one order.
+CREATE FUNCTION {schema}.lock_lanes_of(p_claims bigint[], p_exceptions bigint[]) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $body$
 BEGIN
-    PERFORM {schema}.lock_lanes(array_agg(c.queue_id), array_agg(c.lane)) FROM {schema}.claims c
-    WHERE c.id = ANY (p_ids) AND {schema}.is_ordered(c.queue_id, c.lane)
+    PERFORM {schema}.lock_lanes(array_agg(l.queue_id), array_agg(l.lane)) FROM (
+        SELECT c.queue_id, c.lane FROM {schema}.claims c
+        WHERE c.id = ANY (p_claims) AND {schema}.is_ordered(c.queue_id, c.lane)
+        UNION
+        SELECT e.queue_id, e.lane FROM {schema}.exceptions e WHERE e.id = ANY (p_exceptions) AND e.key IS NOT NULL
+    ) l
     HAVING count(*) > 0;
 END
 $body$;
@@ -104,8 +108,8 @@ BEGIN
     PERFORM {schema}.require_read_committed();
     PERFORM set_config('synchronous_commit', 'off', true);
     IF p_outcomes IS NOT NULL THEN
-        PERFORM {schema}.lock_lanes_of_claims(ARRAY(
-            SELECT r.claim FROM json_to_recordset(p_outcomes) AS r (claim bigint)));
+        PERFORM {schema}.lock_lanes_of(ARRAY(
+            SELECT r.claim FROM json_to_recordset(p_outcomes) AS r (claim bigint)), '{}');
     END IF;
     WITH settled AS (
         INSERT INTO {schema}.settlements (claim_id, kind)
@@ -146,7 +150,7 @@ LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
     PERFORM {schema}.require_read_committed();
     PERFORM set_config('synchronous_commit', 'off', true);
-    PERFORM {schema}.lock_lanes_of_claims(ARRAY[p_claim]);
+    PERFORM {schema}.lock_lanes_of(ARRAY[p_claim], '{}');
     PERFORM 1 FROM {schema}.claims c WHERE c.id = p_claim AND c.token = p_token
         AND NOT EXISTS (SELECT 1 FROM {schema}.settlements s WHERE s.claim_id = c.id);
     IF NOT FOUND THEN

@@ -138,20 +138,6 @@ BEGIN
 END
 $body$;
 
--- Locks the ordered lanes of claims and exceptions, all in one order.
-CREATE FUNCTION {schema}.lock_lanes_of(p_claims bigint[], p_exceptions bigint[]) RETURNS void
-LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $body$
-BEGIN
-    PERFORM {schema}.lock_lanes(array_agg(l.queue_id), array_agg(l.lane)) FROM (
-        SELECT c.queue_id, c.lane FROM {schema}.claims c
-        WHERE c.id = ANY (p_claims) AND {schema}.is_ordered(c.queue_id, c.lane)
-        UNION
-        SELECT e.queue_id, e.lane FROM {schema}.exceptions e WHERE e.id = ANY (p_exceptions) AND e.key IS NOT NULL
-    ) l
-    HAVING count(*) > 0;
-END
-$body$;
-
 -- Takes over the workers whose last heartbeat is older than p_lease seconds by this server's clock. Returns how
 -- many workers and deliveries. Nothing happens within half a lease of the server's start: then everybody is silent.
 -- A worker that was stopped between the end of a handler's transaction and its commit holds what we need: it is left
