@@ -121,7 +121,6 @@ def test_hnd_05_an_exit_in_a_task_that_a_handler_started_does_not_end_the_proces
     forgotten = scene.publish("a", {"exit_in": "task"})
     called = scene.publish("a", {"exit_in": "callback"})
     fine = scene.publish("a", {})
-    scene.check.wait_until_quiet("all")
     scene.check.verify("all")
     assert set(scene.check.dead("all")) == set(awaited)
     assert set(scene.check.successes("all")) == {*forgotten, *called, *fine}

@@ -56,7 +56,7 @@ def test_until_idle_waits_for_retries_that_are_not_due_yet(scene: Scene) -> None
     scene.prepare(queue)
     scene.publish("a", *[{"fail": number % 3} for number in range(12)])
     assert scene.consume(queue, until_idle=True).wait() == 0
-    scene.check.verify("all")
+    scene.check.verify_now("all")
     scene.check.verify_attempts("all")
 
 
@@ -73,7 +73,7 @@ def test_until_idle_waits_for_a_publisher_that_commits_late(scene: Scene) -> Non
         assert consumer.exit_code() is None, "it left before the publisher had decided"
         publisher.commit()
     assert consumer.wait() == 0
-    scene.check.verify("all")
+    scene.check.verify_now("all")
     assert late in scene.check.successes("all")
 
 
@@ -91,7 +91,7 @@ def test_until_idle_waits_for_what_a_killed_peer_has_left_and_for_what_a_living_
     scene.open_gate("go")
     assert consumer.wait() == 0
     for queue in ("all", "other"):
-        scene.check.verify(queue)
+        scene.check.verify_now(queue)
     assert {entry.pid for entry in scene.check.entries("other")} == {peer.pid}
 
 
@@ -119,7 +119,6 @@ def test_txn_01_a_handler_starts_only_after_the_outer_commit_and_finds_the_rows(
         wait_until(lambda: time.monotonic() - began > 0.5)
         assert not {plain, saved} & set(scene.check.runs("all")), "it was handled before the commit"
         publisher.commit()
-    scene.check.wait_until_quiet("all")
     scene.check.verify("all")
     assert {plain, saved} <= set(scene.check.successes("all"))
     assert set(scene.check.runs("all").values()) == {1}, "the first attempt did not find its row"
@@ -135,7 +134,6 @@ def test_txn_01_a_rolled_back_transaction_delivers_nothing(scene: Scene) -> None
             scene.publish_on(publisher, "a", {})
         publisher.rollback()
     scene.publish("b", {})
-    scene.check.wait_until_quiet("all")
     scene.check.verify("all")
     assert [entry.topic for entry in scene.check.entries("all", "end")] == ["b"]
 
@@ -150,7 +148,6 @@ def test_txn_02_what_was_published_in_a_rolled_back_savepoint_is_never_delivered
         with publisher.transaction(force_rollback=True), publisher.transaction():
             scene.publish_on(publisher, "released-inside-undone", {})
     scene.publish("last", {})
-    scene.check.wait_until_quiet("all")
     scene.check.verify("all")
     assert [entry.topic for entry in scene.check.entries("all", "end")] == ["outer", "last"]
 
@@ -190,7 +187,6 @@ def test_ntf_01_publishing_does_not_depend_on_the_size_of_events_or_on_how_many_
     scene.publish("a", *[{}] * 500)
     for number in range(60):
         scene.publish(f"topic-with-a-name-of-its-own.{number}", {})
-    scene.check.wait_until_quiet("all")
     scene.check.verify("all")
 
 
@@ -247,7 +243,6 @@ def test_dup_10_retries_that_are_due_at_once_are_tried_once_each_by_consumers_th
     first.kill()
     relays = [scene.start("relay", settings=scene.settings()) for _ in range(2)]
     consumers = [scene.consume(queue) for _ in range(5)]
-    scene.check.wait_until_quiet("all")
     scene.check.verify("all")
     assert set(scene.check.runs("all").values()) == {2}
     assert Counter(entry.attempt for entry in scene.check.entries("all", "start")) == {1: 500, 2: 500}
@@ -260,7 +255,7 @@ def test_prc_05_a_bus_made_before_a_fork_publishes_and_consumes_in_parent_and_ch
     parent = scene.start("fork", journal=str(scene.journal), queue=QUEUE, settings=scene.settings(), children=6)
     assert parent.wait(30) == 0, parent.log
     assert len(scene.check.committed()) == 2 + 6
-    scene.check.verify("all")
+    scene.check.verify_now("all")
     assert "Traceback" not in parent.log
 
 
@@ -275,14 +270,16 @@ def test_scl_01_idle_consumers_of_other_queues_and_other_relays_do_not_ask_for_e
             scene.publish(queue, {})
             scene.check.wait_until_quiet(queue, [queue])
         count_calls(admin)
-        wait_until(lambda: is_still(admin), timeout=20)
+        wait_until(lambda: is_still(admin), timeout=60)
         before = calls(admin)
         for number in range(1, 31):
             scene.publish("a", {})
             scene.wait_for("a", "end", number + 1)
-        wait_until(lambda: is_still(admin), timeout=20)
-        ticks, claims = (after - earlier for after, earlier in zip(calls(admin), before, strict=True))
-    assert 30 <= claims <= 30 * 3 + 15, "claims do not grow with the consumers of the queue alone"
+        wait_until(lambda: is_still(admin), timeout=60)
+        ticks, claims, again = (after - earlier for after, earlier in zip(calls(admin), before, strict=True))
+    # Each consumer of the queue asks once for each event. Whoever asks while another one is claiming it is told to ask
+    # again, as often as it takes: how often that is depends on the machine.
+    assert 30 <= claims - again <= 30 * 3, "claims do not grow with the consumers of the queue alone"
     assert 30 <= ticks <= 30 * 12, "every relay looks at every event"
     scene.check.verify("a", ["a"])
 
@@ -294,23 +291,31 @@ key text, payload text, headers text, published_at timestamptz, replay_id intege
 
 
 def count_calls(admin: psycopg.Connection) -> None:
-    """Count ticks and claims in sequences, which are exact at once and need no transaction id."""
-    for name, arguments, columns, call in (
-        ("tick", "integer, timestamptz", TICK_COLUMNS, "$1, $2"),
-        ("claim", "uuid, uuid, integer[], integer[], bigint, integer", CLAIM_COLUMNS, "$1, $2, $3, $4, $5, $6"),
+    """Count ticks, claims, and claims that are told to ask again, in sequences: these are exact at once and need no
+    transaction id.
+    """
+    admin.execute("CREATE UNLOGGED SEQUENCE public.again")
+    again = "r.claim_id IS NOT NULL OR nextval('public.again') > 0"  # such an answer has one row without a claim
+    for name, arguments, columns, call, kept in (
+        ("tick", "integer, timestamptz", TICK_COLUMNS, "$1, $2", "true"),
+        ("claim", "uuid, uuid, integer[], integer[], bigint, integer", CLAIM_COLUMNS, "$1, $2, $3, $4, $5, $6", again),
     ):
         admin.execute(
             f"CREATE UNLOGGED SEQUENCE public.{name}s; ALTER FUNCTION eventbus.{name} RENAME TO real_{name};"
             f" CREATE FUNCTION eventbus.{name}({arguments}) RETURNS TABLE ({columns}) LANGUAGE plpgsql AS $$ BEGIN"
-            f" PERFORM nextval('public.{name}s'); RETURN QUERY SELECT * FROM eventbus.real_{name}({call}); END $$;"
+            f" PERFORM nextval('public.{name}s'); RETURN QUERY"
+            f" SELECT r.* FROM eventbus.real_{name}({call}) r WHERE {kept}; END $$;"
         )
+    admin.execute("SELECT nextval('public.ticks'), nextval('public.claims'), nextval('public.again')")
 
 
-def calls(admin: psycopg.Connection) -> tuple[int, int]:
-    """How many ticks and claims there were."""
-    row = admin.execute("SELECT t.last_value, c.last_value FROM public.ticks t, public.claims c").fetchone()
+def calls(admin: psycopg.Connection) -> tuple[int, ...]:
+    """How many ticks, claims, and claims to be repeated there were."""
+    row = admin.execute(
+        "SELECT t.last_value, c.last_value, a.last_value FROM public.ticks t, public.claims c, public.again a"
+    ).fetchone()
     assert row is not None
-    return row[0], row[1]
+    return row
 
 
 def is_still(admin: psycopg.Connection) -> bool:

@@ -190,7 +190,6 @@ def test_dup_01_a_handler_that_takes_longer_than_two_leases_runs_once_whatever_i
     long = scene.publish_keyed("long", {"sleep": 2.5})
     long += scene.publish_keyed("longer", {"block": 2.5})
     behind = scene.publish_keyed("long", {})
-    scene.check.wait_until_quiet(name)
     scene.check.verify(name)
     assert scene.check.runs(name) == dict.fromkeys(long + behind, 1)
     assert not any("lost its lease" in consumer.log for consumer in consumers)
@@ -216,7 +215,6 @@ def test_dup_10_executions_that_are_due_at_once_are_tried_once_each_by_consumers
     scene.query("UPDATE eventbus.exceptions SET due_at = clock_timestamp() + interval '2 s' RETURNING 1")
     relays = [scene.start("relay", settings=scene.settings()) for _ in range(2)]
     consumers = [consume(scene, slow) for _ in range(4)]
-    scene.check.wait_until_quiet(name)
     scene.check.verify(name)
     assert scene.check.runs(name) == dict.fromkeys(ids, 2)
     assert Counter(entry.attempt for entry in scene.check.entries(name, "start")) == {1: 200, 2: 200}
@@ -242,7 +240,6 @@ def test_ord_01_no_event_of_a_key_overtakes_one_that_fails_and_no_other_key_wait
     first = [(failing[0], attempt) for attempt in (1, 2, 3)]
     wait_until(lambda: tried(scene, queue, *failing) == first, 60)
     scene.open_gate("go")
-    scene.check.wait_until_quiet(name)
     scene.check.verify(name)
     assert tried(scene, queue, *failing) == [*first, *((one, 1) for one in failing[1:])]
     for ids in healthy:
@@ -277,7 +274,6 @@ def test_prc_02_the_events_of_each_key_run_in_order_after_their_consumer_was_kil
     victim.kill()
     scene.open_gate("go")
     peer = consume(scene, queue)
-    scene.check.wait_until_quiet(name)
     scene.check.verify(name)
     for before, after in zip(keys, later, strict=True):
         assert started(scene, queue, *before, *after) == [before[0], *before, *after]
@@ -326,7 +322,7 @@ def test_prc_05_connections_of_a_parent_are_not_used_by_its_children(scene: Scen
     parent = scene.start("fork", journal=str(scene.journal), queue=queue, settings=settings, children=4)
     assert parent.wait(60) == 0, parent.log
     assert len(scene.check.committed()) == 2 + 4
-    scene.check.verify(queue["name"])
+    scene.check.verify_now(queue["name"])
     if queue.get("transactional"):
         assert scene.check.effects(queue["name"]) == dict.fromkeys(scene.check.committed(), 1)
     assert "Traceback" not in parent.log
@@ -364,7 +360,6 @@ def test_prc_07_a_local_time_on_a_day_when_the_clocks_change_is_one_moment_and_i
     )
     scene.query("UPDATE eventbus.scheduled SET due_at = due_at - interval '3 years' RETURNING 1")
     consume(scene, PLAIN)
-    scene.check.wait_until_quiet("plain")
     scene.check.verify("plain")
     assert scene.check.runs("plain") == dict.fromkeys(map(str, ids), 1)
 
