@@ -71,7 +71,8 @@ def test_an_event_of_a_publisher_killed_before_its_commit_is_never_handled(scene
     publisher.kill()
     scene.publish("fine", {})
     scene.check.wait_until_quiet("all")
-    wait_until(lambda: not scene.query("SELECT FROM pg_stat_activity WHERE state = 'idle in transaction'"))
+    hanging = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle in transaction'"
+    wait_until(lambda: not scene.query(hanging))
     scene.publish("fine", {})
     scene.check.verify("all")
     assert [entry.topic for entry in scene.check.entries("all", "end")] == ["fine", "fine"]
