@@ -20,8 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from eventbus.errors import ConfigurationError, EventBusError, PublishError
-from eventbus.event import Event
-from eventbus.publishing.outgoing import OutboxEvent
+from eventbus.event import Event, OutboxEvent
 from eventbus.retry import RetryPolicy
 from eventbus.transport import DeadLetter, Discard, Retry
 

@@ -14,6 +14,7 @@
     │   ├── InvalidHeaders
     │   ├── InvalidPayload        carries the path to the offending value
     │   ├── PayloadTooLarge
+    │   ├── PublishVetoed         a plugin refused the event; carries the plugin's name and the reason
     │   └── NotInTransaction
     ├── PayloadMismatch           a stored payload does not fit the handler's type
     ├── BusPaused                 the bus waits for `eventbus resume` (restored into another cluster)
@@ -79,6 +80,15 @@ class InvalidPayload(PublishError):
 
 class PayloadTooLarge(PublishError):
     """The encoded payload exceeds ``max_payload_bytes``."""
+
+
+class PublishVetoed(PublishError):
+    """A plugin refused the event."""
+
+    def __init__(self, plugin: str, topic: str, reason: str) -> None:
+        super().__init__(f"plugin {plugin} refuses to publish on {topic}: {reason}")
+        self.plugin = plugin
+        self.reason = reason
 
 
 class NotInTransaction(PublishError):

@@ -13,7 +13,8 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from datetime import datetime
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Any, Final
 from uuid import UUID
@@ -133,6 +134,26 @@ class Event:
 
 current_event: ContextVar[Event | None] = ContextVar("eventbus_current_event", default=None)
 """The event whose handler runs in this context; what it publishes carries its correlation id onward."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxEvent:
+    """One event to publish, for ``publish_events``."""
+
+    topic: str
+    payload: Any = None
+    key: str | None = None
+    """What the event is about; ordered queues keep the order of a key."""
+    headers: Mapping[str, str | None] | None = None
+    """Names and text; None as a value leaves a header out, also one that would be inherited."""
+    delay: float | timedelta | None = None
+    """Seconds or a timedelta from the moment of the INSERT, by the database's clock."""
+    at: datetime | None = None
+    """Aware datetime at which the event is published; a moment in the past means as soon as possible."""
+    event_id: UUID | None = None
+    """The id of the event, to publish the same event again on purpose; a new one if there is none."""
+    priority: int = 0
+    """0 to 9; queues with priorities hand out the highest first."""
 
 
 def new_event_id(clock: Callable[[], int] = time.time_ns) -> UUID:

@@ -3,6 +3,9 @@
 Read from arguments, then ``EVENTBUS_*`` environment variables, then ``[tool.eventbus]`` of the nearest
 ``pyproject.toml``: the first of them that names a setting decides. Plain numbers are seconds unless the name says
 another unit. An unknown name is an error.
+
+A plugin's own settings stand in a table of its name, ``[tool.eventbus.NAME]``, or in ``EVENTBUS_NAME_KEY``; they are
+checked when the plugin is loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -80,9 +83,26 @@ class Settings(BaseModel):
         le=10 * 366 * 86_400.0,
         description="how long completed executions of idempotent and transactional handlers are remembered",
     )
+    plugins: tuple[str, ...] = Field(
+        default=(),
+        description="plugins to use, in the order in which they are called; by name, or package.module:attribute",
+    )
+    plugin_settings: Mapping[str, Mapping[str, Any]] = Field(
+        default_factory=dict, repr=False, description="settings of each plugin, by its name"
+    )
+    http_port: int | None = Field(
+        default=None, ge=0, le=65_535, description="port on which a worker serves the pages of its plugins"
+    )
+    http_host: str = Field(default="127.0.0.1", description="address on which it serves them")
     on_restore: Literal["pause", "resume"] = Field(
         default="pause", description="what to do when the database turns out to be a copy restored elsewhere"
     )
+
+    @field_validator("plugins", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        """A list of names in one environment variable is separated by commas."""
+        return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
 
     @field_validator("schema_name")
     @classmethod
@@ -97,9 +117,11 @@ class Settings(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A value that a source gives, and how that source spells the setting."""
+    """A value that a source gives: for a field of :class:`Settings`, or for a setting of a plugin."""
 
+    name: str
     value: Any
+    where: str
     spelling: str
 
 
@@ -114,8 +136,28 @@ def load(
     Raises :class:`ConfigurationError`, on one line, naming the setting as its source spells it.
     """
     given = _from_pyproject(Path.cwd() if folder is None else folder)
-    given |= _from_environment(os.environ if environment is None else environment)
-    given |= _from_arguments(arguments or {})
+    given += _from_environment(os.environ if environment is None else environment)
+    given += [_Given(name, value, "argument", name) for name, value in (arguments or {}).items() if value is not None]
+    fields: dict[str, _Given] = {}
+    others: list[_Given] = []
+    for each in given:
+        field = "schema_name" if each.name == "schema" else each.name
+        if field in Settings.model_fields and (field != "plugin_settings" or each.where == "argument"):
+            fields[field] = each
+        else:
+            others.append(each)
+    settings = _validated(fields)
+    own = _of_plugins(others, settings.plugins)
+    return settings.model_copy(update={"plugin_settings": own | dict(settings.plugin_settings)}) if own else settings
+
+
+def plugin_name(spelling: str) -> str:
+    """The name of a plugin of the setting ``plugins``: for ``shop.audit:AuditLog``, ``audit_log``."""
+    attribute = spelling.rpartition(":")[2].rpartition(".")[2]
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", attribute).lower() if ":" in spelling else spelling
+
+
+def _validated(given: Mapping[str, _Given]) -> Settings:
     try:
         return Settings(**{field: each.value for field, each in given.items()})
     except ValidationError as error:
@@ -126,24 +168,33 @@ def load(
         raise ConfigurationError(f"invalid setting {problems}") from None
 
 
-def _from_arguments(arguments: Mapping[str, Any]) -> dict[str, _Given]:
-    return {
-        _field(name, "argument", name): _Given(value, name) for name, value in arguments.items() if value is not None
-    }
+def _of_plugins(given: Iterable[_Given], plugins: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The settings of each plugin; refuses what belongs to none, with a suggestion."""
+    names = sorted(map(plugin_name, plugins), key=len, reverse=True)
+    found: dict[str, dict[str, Any]] = {}
+    for each in given:
+        if isinstance(each.value, dict) and each.name in names:
+            found.setdefault(each.name, {}).update(each.value)
+            continue
+        owner = next((name for name in names if each.name.startswith(f"{name}_")), None)
+        if owner is None or not each.spelling.startswith(PREFIX):
+            raise ConfigurationError(_unknown(each, names))
+        found.setdefault(owner, {})[each.name.removeprefix(f"{owner}_")] = each.value
+    return found
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, _Given]:
-    return {
-        _field(name.removeprefix(PREFIX).lower(), "environment variable", name): _Given(value, name)
+def _from_environment(environment: Mapping[str, str]) -> list[_Given]:
+    return [
+        _Given(name.removeprefix(PREFIX).lower(), value, "environment variable", name)
         for name, value in environment.items()
         if name.startswith(PREFIX) and value
-    }
+    ]
 
 
-def _from_pyproject(folder: Path) -> dict[str, _Given]:
+def _from_pyproject(folder: Path) -> list[_Given]:
     path = next((file for at in (folder, *folder.parents) if (file := at / "pyproject.toml").is_file()), None)
     if path is None:
-        return {}
+        return []
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -155,20 +206,20 @@ def _from_pyproject(folder: Path) -> dict[str, _Given]:
             f"tool.eventbus in {path} is not a table; write [tool.eventbus] and the settings below"
         )
     where = f"key in [tool.eventbus] of {path}"
-    return {
-        _field(name, where, name): _Given(value, f"{name} in [tool.eventbus] of {path}")
-        for name, value in table.items()
-    }
+    return [_Given(name, value, where, f"{name} in [tool.eventbus] of {path}") for name, value in table.items()]
 
 
-def _field(name: str, where: str, spelling: str) -> str:
-    """The field of :class:`Settings` that a source calls ``name``; refuses an unknown one with a suggestion."""
-    field = "schema_name" if name == "schema" else name
-    if field in Settings.model_fields:
-        return field
-    known = sorted(each.removesuffix("_name") for each in Settings.model_fields)
+def _unknown(given: _Given, plugins: Sequence[str]) -> str:
+    """What to say of a name that is no setting."""
+    spelling = given.name if given.where.startswith("key") else given.spelling
+    if isinstance(given.value, dict):
+        where = given.where.removeprefix("key in ")
+        return f"unknown table in {where}: {given.name}; no plugin of that name is used, add it to plugins"
+    known = sorted(each.removesuffix("_name") for each in Settings.model_fields if each != "plugin_settings")
     upper = spelling.startswith(PREFIX)
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(given.name, known, n=1)
     shown = [f"{PREFIX}{each.upper()}" if upper else each for each in close or known]
     hint = f"did you mean {shown[0]}?" if close else f"known are {', '.join(shown)}"
-    raise ConfigurationError(f"unknown {where}: {spelling}; {hint}")
+    if upper and not close and plugins:
+        hint += f", and those of the plugins {', '.join(sorted(plugins))}"
+    return f"unknown {given.where}: {spelling}; {hint}"

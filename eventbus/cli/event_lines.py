@@ -16,7 +16,8 @@ from typing import Any, Final
 from uuid import UUID
 
 from eventbus.errors import PublishError
-from eventbus.publishing.outgoing import OutboxEvent, prepare
+from eventbus.event import OutboxEvent
+from eventbus.publishing.outgoing import prepare
 
 LARGEST_BATCH: Final = 32 * 1024 * 1024
 """Bytes of lines in one transaction, whatever the number of lines."""

@@ -16,7 +16,7 @@ from eventbus.errors import EventBusError, PublishError
 
 if TYPE_CHECKING:
     from eventbus.cli.event_lines import Line
-    from eventbus.publishing.outgoing import OutboxEvent
+    from eventbus.event import OutboxEvent
 
 _SKIPPED_SHOWN: Final = 20
 
@@ -84,7 +84,7 @@ def _event(topic: str, payload: str | None, given: dict[str, Any]) -> OutboxEven
     from uuid import UUID
 
     from eventbus.cli.event_lines import parse_duration, parse_json, parse_moment
-    from eventbus.publishing.outgoing import OutboxEvent
+    from eventbus.event import OutboxEvent
 
     return OutboxEvent(
         topic=topic,

@@ -14,8 +14,9 @@ from typing import Any, Final, Protocol, Unpack
 from uuid import UUID
 
 from eventbus.errors import NotInTransaction, PublishError
+from eventbus.event import OutboxEvent
 from eventbus.publishing.connections import Adapter, AsyncAdapter, Connections, Statement
-from eventbus.publishing.outgoing import EventOptions, OutboxEvent, Row, checked_event_id, prepare
+from eventbus.publishing.outgoing import EventOptions, Row, checked_event_id, prepare
 from eventbus.settings import Settings
 
 _BATCH_EVENTS: Final = 1_000

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, NamedTuple, TypedDict
+from typing import Final, NamedTuple, TypedDict
 from uuid import UUID
 
 import orjson
 
 from eventbus.errors import PublishError
-from eventbus.event import current_event, new_event_id
+from eventbus.event import OutboxEvent, current_event, new_event_id
 from eventbus.payload import encode
 from eventbus.publishing.inheritance import with_context
 from eventbus.topics import validate_headers, validate_key, validate_priority, validate_topic
@@ -39,26 +38,6 @@ class EventOptions(TypedDict, total=False):
     delay: float | timedelta | None
     at: datetime | None
     event_id: UUID | None
-
-
-@dataclass(frozen=True, slots=True)
-class OutboxEvent:
-    """One event to publish, for ``publish_events``."""
-
-    topic: str
-    payload: Any = None
-    key: str | None = None
-    """What the event is about; ordered queues keep the order of a key."""
-    headers: Mapping[str, str | None] | None = None
-    """Names and text; None as a value leaves a header out, also one that would be inherited."""
-    delay: float | timedelta | None = None
-    """Seconds or a timedelta from the moment of the INSERT, by the database's clock."""
-    at: datetime | None = None
-    """Aware datetime at which the event is published; a moment in the past means as soon as possible."""
-    event_id: UUID | None = None
-    """The id of the event, to publish the same event again on purpose; a new one if there is none."""
-    priority: int = 0
-    """0 to 9; queues with priorities hand out the highest first."""
 
 
 class Row(NamedTuple):

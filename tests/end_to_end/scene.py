@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from eventbus.bus import EventBus
-from eventbus.publishing.outgoing import OutboxEvent
+from eventbus.event import OutboxEvent
 from eventbus.settings import load
 from tests.end_to_end.checker import Checker
 from tests.end_to_end.processes import Nursery, Process

@@ -17,7 +17,7 @@ from zoneinfo import ZoneInfo
 import psycopg
 import pytest
 
-from eventbus.publishing.outgoing import OutboxEvent
+from eventbus.event import OutboxEvent
 from tests.end_to_end.processes import Process
 from tests.end_to_end.scene import FAST_RETRY, Scene, one_server
 from tests.waiting import wait_until

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 
+from eventbus.event import OutboxEvent
 from eventbus.postgres.migrate import migrate
-from eventbus.publishing.outgoing import OutboxEvent
 from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene, one_server
 from tests.servers import Cluster
 from tests.waiting import wait_until

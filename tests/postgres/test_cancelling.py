@@ -12,9 +12,9 @@ import psycopg
 import pytest
 
 from eventbus.errors import NotInTransaction, PublishError
+from eventbus.event import OutboxEvent
 from eventbus.postgres.publishing import PublishStatements
 from eventbus.publishing.outbox import Outbox
-from eventbus.publishing.outgoing import OutboxEvent
 from eventbus.settings import load
 from tests.waiting import wait_until
 

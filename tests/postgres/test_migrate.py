@@ -18,13 +18,13 @@ import pytest
 from psycopg import sql
 
 from eventbus.errors import ConfigurationError, SchemaMismatch, SchemaMissing
+from eventbus.event import OutboxEvent
 from eventbus.postgres import migrate as steps
 from eventbus.postgres import privileges
 from eventbus.postgres.admin import is_foreign, resume
 from eventbus.postgres.migrate import Migration, migrate, migrations, pending, require_current, script
 from eventbus.postgres.publishing import PublishStatements
 from eventbus.publishing.outbox import Outbox
-from eventbus.publishing.outgoing import OutboxEvent
 from eventbus.settings import load
 from tests.servers import Server
 from tests.waiting import wait_until

@@ -27,11 +27,10 @@ from eventbus.errors import (
     PayloadTooLarge,
     PublishError,
 )
-from eventbus.event import Event, current_event
+from eventbus.event import Event, OutboxEvent, current_event
 from eventbus.postgres.publishing import PublishStatements
 from eventbus.publishing.connections import Statement
 from eventbus.publishing.outbox import Outbox
-from eventbus.publishing.outgoing import OutboxEvent
 from eventbus.settings import load
 
 ORDER: dict[str, Any] = {"id": 1}

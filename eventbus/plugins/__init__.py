@@ -1,0 +1,36 @@
+"""Plugins: what extends one bus. ``hookspecs`` lists the extension points, ``values`` what crosses the border.
+
+A plugin imports from here and from :mod:`eventbus.hookspecs`; the rest of this package is how the bus calls it.
+"""
+
+from eventbus.hookspecs import hookimpl
+from eventbus.plugins.values import (
+    Answer,
+    Call,
+    Duty,
+    Failure,
+    Finding,
+    Migration,
+    Page,
+    Postpone,
+    QueueFacts,
+    Result,
+    Settled,
+    WorkerHandle,
+)
+
+__all__ = [
+    "Answer",
+    "Call",
+    "Duty",
+    "Failure",
+    "Finding",
+    "Migration",
+    "Page",
+    "Postpone",
+    "QueueFacts",
+    "Result",
+    "Settled",
+    "WorkerHandle",
+    "hookimpl",
+]

@@ -1,0 +1,204 @@
+"""From the setting ``plugins`` to plugin objects: finds, imports, checks and configures them.
+
+A name is that of an entry point in the group ``eventbus``; ``package.module:attribute`` needs none. What is wrong is a
+:class:`~eventbus.ConfigurationError` that names the plugin, and where it comes from.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points, version
+from typing import Any, Final
+
+from pydantic import BaseModel, ValidationError
+
+from eventbus.errors import ConfigurationError
+from eventbus.hookspecs import PROJECT
+from eventbus.settings import Settings, plugin_name
+
+_CHOICE: Final = ("queues", "except_queues")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """For which queues a plugin's hooks are called: glob patterns, ``None`` for all, minus ``except_queues``."""
+
+    queues: tuple[str, ...] | None = None
+    except_queues: tuple[str, ...] = ()
+
+    def has(self, queue: str) -> bool:
+        """Whether hooks are called for this queue."""
+        if any(fnmatchcase(queue, pattern) for pattern in self.except_queues):
+            return False
+        return self.queues is None or any(fnmatchcase(queue, pattern) for pattern in self.queues)
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """A plugin that was loaded. ``settings`` None: it has none. ``origin``: where it comes from, for people."""
+
+    name: str
+    instance: Any
+    origin: str
+    settings: BaseModel | None = None
+    choice: Choice = field(default_factory=Choice)
+
+    @property
+    def purpose(self) -> str:
+        """The first line of its docstring."""
+        return (inspect.getdoc(self.instance) or "").partition("\n")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A plugin that is installed, enabled or not."""
+
+    name: str
+    value: str
+    """``package.module:attribute``."""
+    distribution: str
+
+
+def installed() -> list[Known]:
+    """Every plugin that an installed distribution registers, by name."""
+    return sorted((_known(point) for point in entry_points(group=PROJECT)), key=lambda known: (known.name, known.value))
+
+
+def load(settings: Settings) -> tuple[list[Plugin], list[ConfigurationError]]:
+    """The plugins of the setting, in its order, and what is wrong with those that are missing in it."""
+    loaded: list[Plugin] = []
+    problems: list[ConfigurationError] = []
+    for name, times in Counter(map(plugin_name, settings.plugins)).items():
+        if times > 1:
+            problems.append(ConfigurationError(f"plugin {name} is listed twice in the setting plugins"))
+    for name, spelling in {plugin_name(spelling): spelling for spelling in settings.plugins}.items():
+        try:
+            loaded.append(_load(name, spelling, settings.plugin_settings.get(name, {})))
+        except ConfigurationError as problem:
+            problems.append(problem)
+    return loaded, problems
+
+
+def configured(name: str, plugin: Any, origin: str, given: Mapping[str, Any]) -> Plugin:
+    """A plugin with its settings. A class is called: with its settings if it has ``Settings``, else with nothing."""
+    _check_version(name, plugin, origin)
+    choice, own = _chosen(name, given)
+    model = getattr(plugin, "Settings", None)
+    if model is None and own:
+        raise ConfigurationError(f"plugin {name} has no settings, but {', '.join(sorted(own))} was given")
+    settings = None if model is None else _validated(name, model, own)
+    if not inspect.isclass(plugin):
+        return Plugin(name, plugin, origin, settings, choice)
+    make: Callable[..., Any] = plugin
+    try:
+        instance = make() if settings is None else make(settings)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(f"plugin {name} ({origin}) failed to start: {_brief(error)}") from error
+    return Plugin(name, instance, origin, settings, choice)
+
+
+def _load(name: str, spelling: str, given: Mapping[str, Any]) -> Plugin:
+    if ":" in spelling:
+        return configured(name, _imported(name, spelling, spelling), spelling, given)
+    points = [point for point in entry_points(group=PROJECT) if point.name == name]
+    if not points:
+        raise ConfigurationError(_unknown(name))
+    if len({point.value for point in points}) > 1:
+        where = " and ".join(_origin(point) for point in points)
+        raise ConfigurationError(f"plugin {name} is registered twice: by {where}; uninstall one of them")
+    origin = _origin(points[0])
+    return configured(name, _imported(name, points[0].value, origin), origin, given)
+
+
+def _imported(name: str, value: str, origin: str) -> Any:
+    module, _, attribute = value.partition(":")
+    try:
+        found: Any = import_module(module)
+        for part in attribute.split(".") if attribute else ():
+            found = getattr(found, part)
+    except Exception as error:
+        raise ConfigurationError(f"plugin {name} ({origin}) cannot be imported: {_brief(error)}") from error
+    return found
+
+
+def _unknown(name: str) -> str:
+    names = [known.name for known in installed()]
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"installed are: {', '.join(names) or 'none'}"
+    return f"unknown plugin {name} in the setting plugins; {hint} (package.module:attribute names one of your own code)"
+
+
+def _check_version(name: str, plugin: Any, origin: str) -> None:
+    wanted = getattr(plugin, "minimum_eventbus", None)
+    if wanted is None:
+        return
+    ours = version("eventbus")
+    if _numbers(ours) < _numbers(str(wanted)):
+        raise ConfigurationError(
+            f"plugin {name} ({origin}) needs eventbus {wanted} or newer, and this is {ours}; upgrade eventbus"
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The release of a version, trailing zeros apart."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    if found is None:
+        raise ConfigurationError(f"{text} is no version; write it as 1.2")
+    numbers = [int(part) for part in found[0].split(".")]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _chosen(name: str, given: Mapping[str, Any]) -> tuple[Choice, dict[str, Any]]:
+    own = {key: value for key, value in given.items() if key not in _CHOICE}
+    lists: dict[str, tuple[str, ...]] = {}
+    for key in _CHOICE:
+        value = given.get(key)
+        if value is None:
+            continue
+        patterns = value.split(",") if isinstance(value, str) else value
+        if not isinstance(patterns, list | tuple) or not all(isinstance(item, str) for item in patterns):
+            raise ConfigurationError(f"{key} of plugin {name} is a list of queue names; * stands for any characters")
+        lists[key] = tuple(item.strip() for item in patterns)
+    return Choice(lists.get("queues"), lists.get("except_queues", ())), own
+
+
+def _validated(name: str, model: Any, given: Mapping[str, Any]) -> BaseModel:
+    for key in given:
+        if key not in model.model_fields:
+            known = [*model.model_fields, *_CHOICE]
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            raise ConfigurationError(f"unknown setting {key} of plugin {name}; {hint}")
+    try:
+        settings: BaseModel = model(**given)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"
+            for problem in error.errors()
+        )
+        raise ConfigurationError(f"invalid setting of plugin {name}: {problems}") from None
+    return settings
+
+
+def _known(point: EntryPoint) -> Known:
+    return Known(point.name, point.value, point.dist.name if point.dist is not None else "unknown distribution")
+
+
+def _origin(point: EntryPoint) -> str:
+    known = _known(point)
+    return f"entry point {known.value} of {known.distribution}"
+
+
+def _brief(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
