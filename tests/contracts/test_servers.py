@@ -10,7 +10,7 @@ import psutil
 import psycopg
 import pytest
 
-from tests.conftest import NewCluster
+from tests.fixtures import NewCluster
 from tests.servers import PREFIX, Cluster, Server, installed, remove_abandoned_clusters
 
 

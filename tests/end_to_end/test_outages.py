@@ -18,7 +18,7 @@ from eventbus.bus import EventBus
 from eventbus.errors import Unavailable
 from eventbus.postgres.migrate import migrate
 from eventbus.settings import load
-from tests.conftest import NewCluster
+from tests.fixtures import NewCluster
 from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene, one_server
 from tests.servers import Cluster
 from tests.waiting import wait_until

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from eventbus import Event
-from tests.conftest import NewCluster
+from tests.fixtures import NewCluster
 from tests.end_to_end.handlers import Json
 from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene, one_server
 from tests.waiting import wait_until

@@ -8,6 +8,7 @@ version cannot matter, one is enough::
 
 from __future__ import annotations
 
+import functools
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from tests.servers import MACHINE_DSN, Cluster, Server, installed, remove_abando
 
 MACHINE = 15
 NewCluster = Callable[..., Cluster]
+ServerOf = Callable[[int], Server]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,30 +45,57 @@ def major(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="session")
-def server(major: int, run: str) -> Iterator[Server]:
-    """A shared server: the machine's own with its own settings, and a throw-away cluster of the embedded version."""
-    programs = installed(major)
+def server_of(run: str) -> Iterator[ServerOf]:
+    """The shared server of each version; found or started when it is first asked for, and kept to the end."""
     with ExitStack() as stack:
-        if major == MACHINE and (problem := _unreachable(MACHINE_DSN)) is None:
-            found = Server(MACHINE_DSN, programs)
-        elif programs is not None:
-            found = Server(stack.enter_context(Cluster(programs)).dsn(), programs)
-        else:
-            pytest.skip(f"no PostgreSQL {major} here" + (f": {problem}" if major == MACHINE else ""))
-        stack.enter_context(found.run(run))
-        yield found
+
+        @functools.cache
+        def start(major: int) -> Server:
+            programs = installed(major)
+            if major == MACHINE and (problem := _unreachable(MACHINE_DSN)) is None:
+                found = Server(MACHINE_DSN, programs)
+            elif programs is not None:
+                found = Server(stack.enter_context(Cluster(programs)).dsn(), programs)
+            else:
+                pytest.skip(f"no PostgreSQL {major} here" + (f": {problem}" if major == MACHINE else ""))
+            stack.enter_context(found.run(run))
+            return found
+
+        yield start
 
 
 @pytest.fixture(scope="session")
-def migrated_template(server: Server, run: str) -> Iterator[str]:
-    """Name of a database with the bus's schema that nobody may connect to, so that it can be cloned at any time."""
+def server(major: int, server_of: ServerOf) -> Server:
+    """A shared server: the machine's own with its own settings, and a throw-away cluster of the embedded version."""
+    return server_of(major)
+
+
+@pytest.fixture(scope="session")
+def template_of(server_of: ServerOf, run: str) -> Iterator[Callable[[int], str]]:
+    """Name of a database on each version's server with the bus's schema; made when it is first asked for.
+
+    Nobody may connect to it, so that it can be cloned at any time.
+    """
     from eventbus.postgres.migrate import migrate
 
-    with server.database(run) as name:
-        migrate(server.dsn(name), schema="eventbus")
-        with psycopg.connect(server.admin_dsn, autocommit=True) as admin:
-            admin.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
-        yield name
+    with ExitStack() as stack:
+
+        @functools.cache
+        def make(major: int) -> str:
+            server = server_of(major)
+            name = stack.enter_context(server.database(run))
+            migrate(server.dsn(name), schema="eventbus")
+            with psycopg.connect(server.admin_dsn, autocommit=True) as admin:
+                admin.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+            return name
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def migrated_template(major: int, template_of: Callable[[int], str]) -> str:
+    """Name of the database to clone."""
+    return template_of(major)
 
 
 @pytest.fixture
