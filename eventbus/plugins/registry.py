@@ -1,0 +1,222 @@
+"""The plugins of one bus: which of them implement what, and how their hooks are called.
+
+Two ways to call: while something starts, a hook that raises stops it with an error that names it; while the bus works,
+it is logged and left out. What is called again and again is asked for once, as implementations, by whoever calls it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pluggy
+
+from eventbus.errors import ConfigurationError
+from eventbus.hookspecs import PROJECT, SPECIFICATIONS
+from eventbus.plugins.loading import Plugin, configured, load
+from eventbus.plugins.values import Migration
+from eventbus.settings import Settings, plugin_name
+
+log = logging.getLogger("eventbus")
+
+_PATIENCE: Final = 5.0
+"""Seconds for which an async hook of a worker's life is awaited."""
+_REPEATED: Final = 60.0
+"""Seconds until the failure of the same hook is logged again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One hook of one plugin."""
+
+    plugin: Plugin
+    hook: str
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+    """The arguments that it takes."""
+
+    def __call__(self, **given: Any) -> Any:
+        """Call it with those of the arguments that it takes."""
+        return self.function(*[given[name] for name in self.names])
+
+
+class Complaints:
+    """Logs what hooks raise: the first time with its traceback, then once a minute how often."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._logged: dict[tuple[str, str], float] = {}
+        self._silent: dict[tuple[str, str], int] = {}
+
+    def failed(self, plugin: str, hook: str, error: BaseException) -> None:
+        """``hook`` of ``plugin`` has raised ``error``, and is left out."""
+        about, now = (plugin, hook), self._clock()
+        if now - self._logged.get(about, float("-inf")) < _REPEATED:
+            self._silent[about] = self._silent.get(about, 0) + 1
+            return
+        self._logged[about] = now
+        times = self._silent.pop(about, 0)
+        more = f" ({times} more times in the last minutes)" if times else ""
+        log.error(
+            "plugin %s: %s failed and is left out%s: %s: %s", plugin, hook, more, type(error).__name__, error,
+            exc_info=error, extra={"plugin": plugin, "hook": hook},
+        )  # fmt: skip
+
+
+class Plugins:
+    """The plugins of one bus, in the order in which they are called.
+
+    ``problems``: what is wrong with those that could not be loaded; :meth:`require_all` raises the first.
+    """
+
+    def __init__(self, plugins: Iterable[Plugin] = (), problems: Sequence[ConfigurationError] = ()) -> None:
+        self.complaints = Complaints()
+        self._problems = list(problems)
+        self._manager = pluggy.PluginManager(PROJECT)
+        for specification in SPECIFICATIONS:
+            self._manager.add_hookspecs(specification)
+        self._plugins: dict[str, Plugin] = {}
+        for plugin in plugins:
+            try:
+                self._check(plugin)
+                self._plugins[plugin.name] = plugin
+            except ConfigurationError as problem:
+                self._problems.append(problem)
+        for plugin in reversed(self._plugins.values()):  # pluggy calls the last one first
+            self._manager.register(plugin.instance, plugin.name)
+
+    def __iter__(self) -> Any:
+        return iter(self._plugins.values())
+
+    def __len__(self) -> int:
+        return len(self._plugins)
+
+    @property
+    def problems(self) -> Sequence[ConfigurationError]:
+        """Why plugins are missing here that the setting names."""
+        return tuple(self._problems)
+
+    def require_all(self) -> None:
+        """Raise the first of the problems."""
+        if self._problems:
+            raise self._problems[0]
+
+    def of(self, hook: str, queue: str | None = None) -> tuple[Implementation, ...]:
+        """Who implements a hook, in the order of calling; with ``queue``, only those chosen for it."""
+        found = []
+        for implementation in reversed(getattr(self._manager.hook, hook).get_hookimpls()):
+            plugin = self._plugins[implementation.plugin_name]
+            if queue is None or plugin.choice.has(queue):
+                names = tuple(implementation.argnames)
+                found.append(Implementation(plugin, hook, implementation.function, names))
+        return tuple(found)
+
+    def hooks_of(self, plugin: Plugin) -> list[str]:
+        """The hooks that a plugin implements, by name."""
+        callers = self._manager.get_hookcallers(plugin.instance) or []
+        return sorted(caller.name for caller in callers)
+
+    def ask(self, hook: str, **given: Any) -> list[tuple[Plugin, Any]]:
+        """What each answers, None left out. Raises :class:`~eventbus.ConfigurationError` naming the one that raised."""
+        answers = []
+        for implementation in self.of(hook):
+            try:
+                answer = implementation(**given)
+            except ConfigurationError:
+                raise
+            except Exception as error:
+                plugin = implementation.plugin
+                raise ConfigurationError(
+                    f"plugin {plugin.name} ({plugin.origin}): {hook} failed: {type(error).__name__}: {error}"
+                ) from error
+            if answer is not None:
+                answers.append((implementation.plugin, answer))
+        return answers
+
+    def tell(self, implementations: Iterable[Implementation], **given: Any) -> list[Any]:
+        """Call them; what they answer, None left out. Whoever raises is logged and left out."""
+        answers = []
+        for implementation in implementations:
+            try:
+                answer = implementation(**given)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a plugin raises must not touch delivery
+                self.complaints.failed(implementation.plugin.name, implementation.hook, error)
+                continue
+            if answer is not None:
+                answers.append(answer)
+        return answers
+
+    async def live(self, hook: str, **given: Any) -> None:
+        """Call a hook of a worker's life; what is async is awaited, for five seconds at most."""
+        for implementation in self.of(hook):
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    answer = implementation(**given)
+                    if inspect.isawaitable(answer):
+                        await answer
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the same
+                self.complaints.failed(implementation.plugin.name, hook, error)
+
+    def migrations(self) -> list[tuple[str, Migration]]:
+        """The steps of the plugins' tables, with the name of the plugin: by plugin, then by name."""
+        steps = [(plugin.name, step) for plugin, given in self.ask("eventbus_migrations") for step in given]
+        for name, step in steps:
+            if not isinstance(step, Migration):
+                raise ConfigurationError(f"plugin {name}: eventbus_migrations returns Migration objects, not {step!r}")
+        return sorted(steps, key=lambda pair: (pair[0], pair[1].name))
+
+    def _check(self, plugin: Plugin) -> None:
+        """Raise what is wrong with the hooks of a plugin."""
+        known = {name for part in SPECIFICATIONS for name in vars(part) if name.startswith(f"{PROJECT}_")}
+        if plugin.name in self._plugins:
+            raise ConfigurationError(f"there are two plugins named {plugin.name}")
+        for name in dir(type(plugin.instance)) if not inspect.ismodule(plugin.instance) else dir(plugin.instance):
+            marked = getattr(getattr(plugin.instance, name, None), f"{PROJECT}_impl", None) is not None
+            hint = difflib.get_close_matches(name, known, n=1)
+            if marked and name not in known:
+                better = f"did you mean {hint[0]}?" if hint else "see eventbus.hookspecs"
+                raise ConfigurationError(f"plugin {plugin.name} ({plugin.origin}): there is no hook {name}; {better}")
+            if not marked and (name in known or (name.startswith(f"{PROJECT}_") and hint)):
+                raise ConfigurationError(
+                    f"plugin {plugin.name} ({plugin.origin}): {name} is not marked; put @hookimpl above it"
+                )
+        self._check_arguments(plugin)
+
+    def _check_arguments(self, plugin: Plugin) -> None:
+        trial = pluggy.PluginManager(PROJECT)
+        for specification in SPECIFICATIONS:
+            trial.add_hookspecs(specification)
+        try:
+            trial.register(plugin.instance, plugin.name)
+        except (pluggy.PluginValidationError, ValueError) as error:
+            problem = " ".join(str(error).split())
+            raise ConfigurationError(f"plugin {plugin.name} ({plugin.origin}): {problem}") from None
+        for caller in trial.get_hookcallers(plugin.instance) or []:
+            if any(each.hookwrapper or each.wrapper for each in caller.get_hookimpls()):
+                raise ConfigurationError(
+                    f"plugin {plugin.name} ({plugin.origin}): {caller.name} is a hook wrapper; only plain hooks are called"
+                )
+
+
+def loaded(settings: Settings, own: Sequence[Any] = ()) -> Plugins:
+    """The plugins of the setting, and after them ``own``: objects or classes of the program's own."""
+    plugins, problems = load(settings)
+    for item in own:
+        kind = item if inspect.isclass(item) or inspect.ismodule(item) else type(item)
+        name = getattr(item, "name", None) or plugin_name(f":{kind.__name__.rpartition('.')[2]}")
+        try:
+            plugins.append(
+                configured(name, item, f"given to EventBus as {kind.__name__}", settings.plugin_settings.get(name, {}))
+            )
+        except ConfigurationError as problem:
+            problems.append(problem)
+    found = Plugins(plugins, problems)
+    if not found.problems:
+        found.ask("eventbus_configure", settings=settings)
+    return found
