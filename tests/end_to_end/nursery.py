@@ -29,6 +29,8 @@ def main() -> int:
                 return _live(request)
             children.add(pid)
             answer: dict[str, Any] = {"pid": pid}
+        elif "frozen" in request:
+            answer = {"frozen": os.waitid(os.P_PID, request["frozen"], os.WSTOPPED | os.WNOHANG) is not None}
         else:
             answer = {"exit": _exit_code(request["wait"], children)}
         sys.stdout.write(json.dumps(answer) + "\n")

@@ -34,6 +34,11 @@ class Process:
         self.send(signal.SIGKILL)
         self.wait()
 
+    def freeze(self) -> None:
+        """Stop it where it is; returns when none of its threads runs any more. SIGCONT lets it go on."""
+        self.send(signal.SIGSTOP)
+        wait_until(lambda: self._nursery.is_frozen(self.pid))
+
     def terminate(self, timeout: float = 40.0) -> int:
         """Ask it to stop and wait until it has; the exit code."""
         self.send(signal.SIGTERM)
@@ -94,6 +99,10 @@ class Nursery:
         """The exit code of a child that has ended."""
         code: int | None = self._ask({"wait": pid})["exit"]
         return code
+
+    def is_frozen(self, pid: int) -> bool:
+        """Whether every thread of a child has stopped since a signal told it to; says so once."""
+        return bool(self._ask({"frozen": pid})["frozen"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._server.stdin is not None

@@ -18,8 +18,8 @@ from eventbus.bus import EventBus
 from eventbus.errors import Unavailable
 from eventbus.postgres.migrate import migrate
 from eventbus.settings import load
-from tests.fixtures import NewCluster
 from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene, one_server
+from tests.fixtures import NewCluster
 from tests.servers import Cluster
 from tests.waiting import wait_until
 
@@ -380,7 +380,7 @@ def test_a_server_that_became_read_only_is_left_and_used_again_once_it_takes_wri
     scene.check.wait_until_quiet("all")
     writable = conninfo.make_conninfo(scene.dsn, options="-c default_transaction_read_only=off")
     with psycopg.connect(writable, autocommit=True) as admin:
-        consumer.send(signal.SIGSTOP)  # so that the event is there when it comes back, and nothing works meanwhile
+        consumer.freeze()  # so that the event is there when it comes back, and nothing works meanwhile
         admin.execute(f'ALTER DATABASE "{admin.info.dbname}" SET default_transaction_read_only = on')
         end_backends(scene)
         with admin.transaction():

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from eventbus import Event
-from tests.fixtures import NewCluster
 from tests.end_to_end.handlers import Json
 from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene, one_server
+from tests.fixtures import NewCluster
 from tests.waiting import wait_until
 
 TASKS: Json = {"name": "tasks", "pattern": "#", "retry": FAST_RETRY}
@@ -228,7 +228,8 @@ bus = EventBus(load({"dsn": sys.argv[1]}))
 @bus.subscribe("#", name="tasks")
 async def block(event: Event) -> None:
     print("blocked", flush=True)
-    time.sleep(600)
+    while True:
+        time.sleep(0.1)  # in steps: a second signal right behind the first one may be given to another thread
 
 sys.exit(bus.consume())
 """
