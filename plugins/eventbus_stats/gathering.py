@@ -1,0 +1,122 @@
+"""What this process has counted of each queue since it was last written. Bounded: some kilobytes for each queue.
+
+Before it: the hooks. After it: rows for the SQL function ``stats_add``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final
+
+from eventbus.plugins import Settled
+from eventbus_stats.histogram import Histogram
+
+_TOGETHER: Final = 1_000
+"""So many times are sorted into their buckets at once, which costs less than one by one."""
+
+_OUTCOMES: Final[Mapping[str, str]] = {
+    "done": "handled",
+    "duplicate": "duplicates",
+    "discarded": "discarded",
+    "retry": "retried",
+    "dead": "dead",
+    "deferred": "deferred",
+    "released": "released",
+}
+"""Which column counts an outcome. Parked deliveries are counted when they are handled."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """One queue. ``timings`` are those that were not sorted into the buckets yet."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: Histogram = field(default_factory=Histogram)
+    waited: Histogram = field(default_factory=Histogram)
+    timings: list[tuple[datetime | None, float, float]] = field(default_factory=list)
+
+    def add(self, settled: Settled) -> None:
+        """Count a settled group."""
+        counts = self.counts
+        for outcome, number in settled.counts.items():
+            if (column := _OUTCOMES.get(outcome)) is not None:
+                counts[column] += number
+        if failed := failures(settled):
+            counts["failed"] += failed
+        self.timings += settled.timings
+
+    def sort(self, ahead: float | None) -> None:
+        """Sort the timings into the buckets. ``ahead``: what to add to monotonic seconds for the database's time."""
+        self.seconds.add([seconds for _, _, seconds in self.timings])
+        if ahead is not None:
+            self.waited.add(
+                [
+                    started + ahead - published_at.timestamp()
+                    for published_at, started, _ in self.timings
+                    if published_at is not None
+                ]
+            )
+        self.timings.clear()
+
+    def row(self, queue: str) -> dict[str, Any]:
+        """What ``stats_add`` wants to know."""
+        return {
+            "queue": queue,
+            **self.counts,
+            "seconds_sum": self.seconds.total,
+            "seconds_max": self.seconds.longest,
+            "seconds_buckets": self.seconds.trimmed,
+            "waited_sum": self.waited.total,
+            "waited_max": self.waited.longest,
+            "waited_buckets": self.waited.trimmed,
+        }
+
+
+class Gathering:
+    """All queues. ``ahead`` tells what to add to monotonic seconds for the database's time, None while not known.
+
+    Several workers of one process may use it from their threads.
+    """
+
+    def __init__(self, ahead: Callable[[], float | None]) -> None:
+        self._ahead = ahead
+        self._tallies: dict[str, Tally] = {}
+        self._lock = threading.Lock()
+
+    def count(self, queue: str, column: str, number: int) -> None:
+        """Add to one counter of a queue."""
+        with self._lock:
+            self._of(queue).counts[column] += number
+
+    def settled(self, queue: str, settled: Settled) -> None:
+        """Count a settled group of a queue."""
+        with self._lock:
+            tally = self._of(queue)
+            tally.add(settled)
+            if len(tally.timings) >= _TOGETHER:
+                tally.sort(self._ahead())
+
+    def take(self) -> list[dict[str, Any]]:
+        """A row for each queue in which something happened since the last call, which is forgotten here."""
+        with self._lock:
+            taken, self._tallies = self._tallies, {}
+            ahead = self._ahead()
+        for tally in taken.values():
+            tally.sort(ahead)
+        return [tally.row(queue) for queue, tally in sorted(taken.items()) if any(tally.counts.values())]
+
+    def _of(self, queue: str) -> Tally:
+        return self._tallies.setdefault(queue, Tally())
+
+
+def failures(settled: Settled) -> int:
+    """How many handler calls failed: those that are retried, were given up, or were postponed after an error."""
+    counts = settled.counts
+    failed = counts.get("retry", 0) + counts.get("dead", 0)
+    if counts.get("deferred"):
+        failed += sum(result.outcome == "deferred" and result.error is not None for result in settled.results)
+    return failed
