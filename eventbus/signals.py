@@ -35,7 +35,7 @@ class Signal(blinker.Signal):
         return super().connect(receiver, sender, weak)
 
 
-published = Signal("event, a list of events was published in a transaction that has not committed yet: events")
+published = Signal("events were published in a transaction that has not committed yet: events")
 relayed = Signal("events were moved into queues: deliveries (a mapping of queue names to how many)")
 unrouted = Signal("a topic was relayed that no queue wants: topic")
 claimed = Signal("this worker claimed events of a queue: queue, count")
