@@ -33,6 +33,7 @@ from eventbus.postgres.relaying import PostgresRelay
 from eventbus.postgres.statements import Statements
 from eventbus.postgres.transactions import Bind, Transactions
 from eventbus.postgres.tries import Patience
+from eventbus.postgres.watching import Watching
 from eventbus.publishing.relay import Relay
 from eventbus.runtime.worker import Parts
 from eventbus.settings import Settings
@@ -64,9 +65,10 @@ class Station:
         self._outage = Outage()
         self._calls = calls = Statements("engine", settings.schema_name)
         self._links = [Link(settings.dsn, name, self._outage) for name in ("relay", "claim", "settle", "watch")]
-        relaying, claiming, settling, self._watching = self._links
+        relaying, claiming, settling, watching = self._links
+        self._watching = Watching(watching, calls)
         self._relay_engine = PostgresRelay(relaying, calls, resume_after_restore=settings.on_restore == "resume")
-        self._engine = PostgresConsumer(claiming, settling, calls)
+        self._engine = PostgresConsumer(claiming, settling, calls, self._watching)
         self._consumer = Consumer(
             self._engine, Limits(settings.batch, settings.prefetch_bytes, settings.settle_interval)
         )
@@ -102,7 +104,7 @@ class Station:
             open=self._open,
             hear=listener.run if self._settings.notify else None,
             maintain=self._maintenance.run if any(item.tracking != "none" for item in self._subscriptions) else None,
-            undone=self._undone,
+            undone=self._watching.undone,
             leave=self._engine.unregister,
             close=self._close,
         )
@@ -178,11 +180,6 @@ class Station:
         boundary = Transactions(self._settings.dsn, statements, self._using, patience, self._outage)
         self._boundaries.append(boundary)
         return boundary
-
-    async def _undone(self, queue_ids: Sequence[int]) -> bool:
-        """On a connection of its own, which is only made for a worker that ends by itself."""
-        [row] = await self._watching.rows(self._calls["undone"], (list(queue_ids), list(queue_ids), list(queue_ids)))
-        return bool(row[0])
 
     async def _close(self) -> None:
         for queue in self._consumer.queues.values():

@@ -64,9 +64,12 @@ class Verdict:
     delay: float = 0.0
     reason: str | None = None
     error: Mapping[str, Any] | None = None
+    kind: Literal["duplicate", "discarded"] | None = field(default=None, compare=False)
+    """Why it is done although no handler ended well."""
 
 
 DONE = Verdict("done")
+DUPLICATE = Verdict("done", kind="duplicate")
 RELEASED = Verdict("released")
 PARKED = Verdict("parked")
 
@@ -101,6 +104,12 @@ class Lease:
     """Those of an ordered claim that a runner has: waiting for a slot, or running."""
     executed: list[tuple[str, int]] = field(default_factory=list)
     """Event ids and replays of the executions that its settlement completes, where they are recorded."""
+    probe: bool = False
+    """Its one delivery is let through although the queue is paused, to see whether the pause can end."""
+    observed: bool = False
+    """Somebody wants to know what comes of its deliveries."""
+    handled: list[tuple[Delivery, Verdict]] = field(default_factory=list)
+    """What came of them and was not reported, if it is observed."""
     dropped: bool = False
     """The worker lost it; whatever its handlers return is discarded."""
 
@@ -112,7 +121,7 @@ Twin = Literal["completed", "pending"] | None
 class Delivery:
     """One event on its way to one handler call."""
 
-    __slots__ = ("event", "following", "lease", "seq", "twin")
+    __slots__ = ("began", "error", "event", "following", "lease", "seq", "spent", "twin")
 
     def __init__(self, event: Event | None, lease: Lease, seq: int, twin: Twin = None) -> None:
         self.event = event
@@ -122,6 +131,23 @@ class Delivery:
         self.twin = twin
         self.following: Delivery | None = None
         """The next event of the same key, in an ordered queue: it starts when this one is done."""
+        self.began = 0.0
+        """When its handler was called, in monotonic seconds."""
+        self.spent = 0.0
+        """Seconds that the handler took."""
+        self.error: BaseException | None = None
+        """What the handler raised, until the consumer knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Nothing more of a queue can be claimed now. ``seconds``: when to ask again, ``None`` if only a resume ends it.
+
+    ``waiting``: something of it waits, retries that are not due yet included.
+    """
+
+    seconds: float | None
+    waiting: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +155,16 @@ class Claimed:
     """What one claim brought: deliveries per queue, and the queues that have more.
 
     Of an ordered queue only the first delivery of each key is listed; the others follow it. ``busy`` are the queues
-    that another worker was claiming from, ``held`` those whose rest waits for a claim that is open.
+    that another worker was claiming from, ``held`` those whose rest waits for a claim that is open. Of a queue in
+    ``paused`` the probe is listed at most; one in ``probing`` could have one, if there were anything fresh.
     """
 
     deliveries: Mapping[int, Sequence[Delivery]]
     more: frozenset[int] = frozenset()
     busy: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
+    paused: Mapping[int, Pause] = field(default_factory=dict)
+    probing: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,64 +177,12 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedDue:
-    """Exceptions that were due, and what comes next in each queue that was looked at."""
+    """Exceptions that were due, and what comes next in each queue that was looked at and is not ``paused``."""
 
     deliveries: Mapping[int, Sequence[Delivery]]
     next: Mapping[int, Due]
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """What one step of the relay did; the fields are those of the engine's ``tick`` function."""
-
-    state: Literal["busy", "paused", "foreign", "idle", "unknown", "ticked"]
-    more: bool
-    events: int
-    deliveries: int
-    fed: Sequence[int]
-    unknown: Sequence[str]
-    due_in: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """What one step of filling a new queue did; the fields are those of the engine's ``fill`` function."""
-
-    state: Literal["busy", "paused", "unknown", "more", "filled", "active"]
-    events: int
-    deliveries: int
-    unknown: Sequence[str]
-
-
-class RelayEngine(Protocol):
-    """What the relay needs. Every call raises :class:`eventbus.errors.Unavailable` when the database is away."""
-
-    async def tick(self, limit: int) -> Tick:
-        """Relay at most ``limit`` deliveries (at least one event). Atomic; a crash loses nothing."""
-
-    async def bindings(self) -> tuple[int, Sequence[tuple[int, str]]]:
-        """The version of the bindings, and (queue number, pattern) of each."""
-
-    async def resolve(self, version: int, routes: Mapping[str, Sequence[int]]) -> bool:
-        """Store where topics go; false, and nothing stored, when the bindings are newer than ``version``."""
-
-    async def filling(self) -> Sequence[int]:
-        """The queues that are filled with what was relayed before they began."""
-
-    async def fill(self, queue_id: int, limit: int) -> Fill:
-        """The next step of such a queue: looks at ``limit`` events at most. Atomic; a crash loses nothing."""
-
-    async def fall_asleep(self, seconds: float) -> bool:
-        """Ask publishers to wake us for that long; true when one is in the middle of a transaction and may not."""
-
-    async def fire_due(self, limit: int) -> int:
-        """Move due scheduled events to the outbox; returns how many."""
-
-    async def attach(self) -> str:
-        """After a restore: take a new position. ``attached``, ``resumed`` or ``paused``."""
-
-    async def recover(self) -> None:
-        """Wait, with back-off, until the database can be reached again."""
+    paused: Mapping[int, Pause] = field(default_factory=dict)
+    probing: frozenset[int] = frozenset()
 
 
 class ConsumerEngine(Protocol):
@@ -221,10 +198,13 @@ class ConsumerEngine(Protocol):
         """Leave. What is still held comes back as crashed."""
 
     async def claim(self, rooms: Mapping[int, int], max_bytes: int) -> Claimed:
-        """Claim the next range of each queue, at most ``rooms[queue]`` events each."""
+        """Claim the next range of each queue, at most ``rooms[queue]`` events each; 0 only asks whether it is paused.
+
+        Of a queue whose pauses may be over by now, at most one: the probe, for which all other workers wait.
+        """
 
     async def claim_due(self, rooms: Mapping[int, int], max_bytes: int, *, alone: bool) -> ClaimedDue:
-        """Claim exceptions that are due. ``alone``: one that was running when a worker died, nothing else."""
+        """Claim exceptions that are due, as ``claim`` does. ``alone``: one that was running when a worker died."""
 
     async def settle(self, leases: Sequence[Lease]) -> Sequence[Lease]:
         """Settle finished leases; returns those that were lost, of which nothing was written."""
@@ -244,6 +224,23 @@ class ConsumerEngine(Protocol):
 
         ``thorough``: a reply may have been lost, or the server crashed; look at everything this worker ever claimed.
         """
+
+    async def pause(
+        self, queue_id: int, source: str, reason: str, seconds: float | None, probe_seconds: float | None
+    ) -> bool:
+        """Pause a queue for all workers, or pause it anew; each ``source`` has one pause, which only it resumes.
+
+        ``seconds``: how long, ``None`` until it is resumed. With ``probe_seconds`` it does not end by itself then: one
+        event is claimed as a probe (:attr:`Lease.probe`), and the source resumes or pauses again within that time,
+        or the pause begins again. Running handlers go on. Raises ``ValueError`` for the source ``manual``, which is
+        the operator's; after :class:`~eventbus.errors.Unavailable` it may be paused or not. False: the queue is gone.
+        """
+
+    async def resume(self, queue_id: int, source: str) -> bool:
+        """End the pause of one source; false: there was none. Raises as ``pause`` does."""
+
+    async def free_probe(self, queue_id: int, source: str, token: UUID) -> bool:
+        """The probe with this lease's token has told nothing: let another be taken at once. False: it is too late."""
 
     async def recover(self) -> None:
         """Wait, with back-off, until claiming can work again."""

@@ -53,6 +53,7 @@ class Consumer:
         """Consume this queue too; before ``fetch`` starts."""
         self.queues[queue_id] = queue
         queue.runner.made_room = self._holdings.news.set
+        queue.release = lambda probes: self._release(queue, probes=probes)
 
     def poll_every(self, seconds: float) -> None:
         """The floor of the wake-ups from now on; it depends on whether notifications can be heard."""
@@ -73,6 +74,14 @@ class Consumer:
         """Nothing is held, and every queue was found empty, retries that wait included."""
         return not self._holdings.leases and all(queue.quiet for queue in self.queues.values())
 
+    @property
+    def halted(self) -> Collection[str]:
+        """Queues whose work waits for somebody to resume them, if nothing else is left to do."""
+        queues = self.queues.values()
+        if self._holdings.leases or not all(queue.quiet or queue.halted for queue in queues):
+            return ()
+        return [queue.name for queue in queues if queue.halted]
+
     def finish(self, delivery: Delivery, verdict: Verdict, queue: QueueState) -> None:
         """A handler ended; called by the runners on the event loop."""
         queue.pace.finished()
@@ -84,6 +93,8 @@ class Consumer:
         self._holdings.finish(delivery, verdict)
         if queue.hungry:
             self._holdings.news.set()
+        if (queue.suspended or queue.on_hold_until) and queue.waiting and queue.stands(time.monotonic()):
+            self._release(queue, probes=False)  # what a batch has left to run again one by one
 
     def _advance(self, delivery: Delivery, verdict: Verdict, queue: QueueState) -> None:
         """Let the next event of the key start, or park all that follow."""
@@ -92,7 +103,8 @@ class Consumer:
         if following is None or delivery.lease.dropped:
             return
         passed = verdict.outcome == "done" or (verdict.outcome == "dead" and queue.skips)
-        if passed and not self._holdings.closing and not following.lease.dropped:
+        stopped = self._holdings.closing or queue.stands(time.monotonic())
+        if passed and not stopped and not following.lease.dropped:
             delivery.following = None
             queue.follow(following)
             return
@@ -106,21 +118,28 @@ class Consumer:
         holdings.news.set()
         holdings.settled.set()
         for queue in self.queues.values():
-            self._release(queue)
+            self._release(queue, probes=True)
         holdings.settleable.set()  # what has not started is free for others while the rest runs on
         await self._until_quiet(seconds)
         for queue in self.queues.values():
-            self._release(queue)
+            self._release(queue, probes=True)
             queue.runner.abort()
         await self._until_quiet(_CANCEL_PATIENCE)
         holdings.abandon()
 
-    def _release(self, queue: QueueState) -> None:
-        """Give back what has not started."""
-        for delivery in queue.runner.withdraw():
-            behind = queue.cut(delivery)
-            for each in (delivery, *behind):
+    def _release(self, queue: QueueState, *, probes: bool) -> bool:
+        """Give back what has not started, or all of it but probes; whether there was anything."""
+        withdrawn = queue.runner.withdraw()
+        kept = [delivery for delivery in withdrawn if delivery.lease.probe and not probes]
+        for delivery in withdrawn:
+            if delivery in kept:
+                continue
+            delivery.lease.offered.pop(delivery.seq, None)
+            for each in (delivery, *queue.cut(delivery)):
                 self._holdings.finish(each, RELEASED)
+        queue.runner.offer(kept)
+        self._holdings.news.set()
+        return len(kept) < len(withdrawn)
 
     async def _until_quiet(self, seconds: float) -> None:
         """Wait until no handler runs, that long at most."""

@@ -63,7 +63,7 @@ class Detachment:
         old = self._lease
         delivery.lease = Lease(
             old.queue_id, old.token, old.opened_at, exception_id=exception_id, ordered=True, unfinished=1,
-            dropped=exception_id == 0 or old.dropped,
+            probe=old.probe, dropped=exception_id == 0 or old.dropped,
         )  # fmt: skip
         if exception_id and delivery.event is not None:
             execution = execution_of(delivery.event)

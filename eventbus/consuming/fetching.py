@@ -116,6 +116,7 @@ class Fetcher:
             self._polled_at = now
             self.wake()
         self._holdings.news.clear()
+        await self._heed_pauses()
         if self._solitude.not_before <= now and any(queue.crashed_at <= now for queue in self._queues.values()):
             return await self._fetch_alone()
         rooms = {
@@ -125,13 +126,19 @@ class Fetcher:
         }
         if self._budget() <= 0:
             return self.poll_interval
-        due = {queue_id: room for queue_id, room in rooms.items() if self._queues[queue_id].due_at <= now}
+        due = {queue_id: room for queue_id, room in rooms.items() if self._queues[queue_id].retriable(now)}
         if due:
             await self._fetch_due(due)
         fresh = {queue_id: room for queue_id, room in rooms.items() if self._queues[queue_id].claimable(now)}
         if fresh and self._budget() > 0 and not self._holdings.closing:
             await self._fetch_fresh(fresh)
         return self._until_next(time.monotonic())
+
+    async def _heed_pauses(self) -> None:
+        """Ask of queues that have enough here whether they are paused: what has not started must not start then."""
+        unsure = {queue_id: 0 for queue_id, queue in self._queues.items() if queue.unsure and queue.waiting}
+        if unsure:
+            await self._ask(unsure, self._engine.claim(unsure, 0))
 
     async def _reconcile(self) -> None:
         released = await self._engine.release_unknown(self._holdings.leases, thorough=self._doubt == "strong")
@@ -149,7 +156,7 @@ class Fetcher:
             self._queues[queue_id].dry = True  # news that arrive while we ask undo it
             self._queues[queue_id].held_until = NEVER
         try:
-            claimed = await self._ask(self._engine.claim(rooms, self._budget()))
+            claimed = await self._ask(rooms, self._engine.claim(rooms, self._budget()))
         except BaseException:
             for queue_id in rooms:
                 self._queues[queue_id].dry = False
@@ -162,13 +169,16 @@ class Fetcher:
             self._take(queue_id, deliveries)
         if claimed.busy and not claimed.deliveries:
             await asyncio.sleep(_BUSY_PAUSE)
+        now, probing = time.monotonic(), claimed.probing - claimed.more
+        if due := {queue_id: 1 for queue_id in probing if self._queues[queue_id].due_at <= now}:
+            await self._fetch_due(due)
 
     async def _fetch_due(self, rooms: Mapping[int, int], *, alone: bool = False) -> int:
         for queue_id in rooms:
             self._queues[queue_id].due_at = NEVER  # what is announced while we ask makes it earlier
         budget = self._prefetch_bytes if alone else self._budget()
         try:
-            claimed = await self._ask(self._engine.claim_due(rooms, budget, alone=alone))
+            claimed = await self._ask(rooms, self._engine.claim_due(rooms, budget, alone=alone))
         except BaseException:
             for queue_id in rooms:
                 self._queues[queue_id].due_at = 0.0
@@ -182,18 +192,37 @@ class Fetcher:
             self._take(queue_id, deliveries)
         return sum(map(len, claimed.deliveries.values()))
 
-    async def _ask(self, claim: Awaitable[Answer]) -> Answer:
+    async def _ask(self, queue_ids: Iterable[int], claim: Awaitable[Answer]) -> Answer:
         self._holdings.asking = True
         losses = self._losses
+        for queue_id in queue_ids:
+            self._queues[queue_id].unsure = False  # what is announced while we ask undoes it
         try:
             claimed = await claim
             if losses != self._losses:  # it went to others while the reply was on its way
                 _drop(claimed)
+            self._learn(queue_ids, claimed)
             return claimed
+        except BaseException:
+            for queue_id in queue_ids:
+                self._queues[queue_id].unsure = True
+            raise
         finally:
             self._holdings.asking = False
             if self._holdings.closing:
                 self._holdings.settleable.set()
+
+    def _learn(self, queue_ids: Iterable[int], claimed: Claimed | ClaimedDue) -> None:
+        """Which of the queues that were asked for are paused."""
+        now = time.monotonic()
+        for queue_id in queue_ids:
+            queue = self._queues[queue_id]
+            if queue_id in claimed.paused:
+                queue.pause(claimed.paused[queue_id], now)
+            elif queue_id in claimed.probing:
+                queue.await_probe()
+            elif queue.suspended:
+                queue.resume()
 
     async def _fetch_alone(self) -> float:
         """Run one delivery that was running when a worker died, with nothing else in this process."""
@@ -214,11 +243,12 @@ class Fetcher:
         return 0.0
 
     def _take(self, queue_id: int, deliveries: Sequence[Delivery]) -> None:
-        if deliveries and deliveries[0].lease.dropped:
+        if not deliveries or deliveries[0].lease.dropped:
             return
         self._holdings.take(deliveries)
-        if not self._holdings.closing:
-            self._queues[queue_id].offer(deliveries)
+        queue = self._queues[queue_id]
+        if not self._holdings.closing and queue.admits(deliveries[0], time.monotonic()):
+            queue.offer(deliveries)
             return
         for delivery in deliveries:
             for each in chain(delivery):
@@ -228,7 +258,9 @@ class Fetcher:
         """Seconds until there is something to do without news; 0 when it is already there."""
         earliest = self._polled_at + self.poll_interval
         for queue in self._queues.values():
-            if queue.room(now) > 0:
+            if queue.stands(now):
+                earliest = min(earliest, max(queue.on_hold_until, queue.paused_until))
+            elif queue.room(now) > 0:
                 alone_at = max(queue.crashed_at, self._solitude.not_before)
                 earliest = min(earliest, queue.due_at, queue.held_until, alone_at)
                 if not queue.dry and self._budget() > 0:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,7 +11,7 @@ from eventbus.consuming.holdings import chain
 from eventbus.consuming.idempotency import Completions
 from eventbus.consuming.pace import Pace
 from eventbus.consuming.runners import Runner
-from eventbus.transport import Delivery, Due, Lease, Verdict
+from eventbus.transport import Delivery, Due, Lease, Pause, Verdict
 
 NEVER: Final = float("inf")
 
@@ -36,15 +37,41 @@ class QueueState:
     """When one that must run alone is due."""
     held_until: float = NEVER
     """When to look again whether the claims that others have open are settled."""
+    suspended: bool = False
+    """It was paused for all workers when the database was last asked. Fresh events are asked for before retries."""
+    paused_until: float = 0.0
+    """When to ask again, if it is suspended."""
+    on_hold_until: float = 0.0
+    unsure: bool = False
+    """Something was announced since the database was last asked, perhaps a pause."""
+    release: Callable[[bool], bool] = lambda _probes: False
+    """Gives back what has not started, probes too if they are to; whether there was anything. Set by the consumer."""
 
     @property
     def quiet(self) -> bool:
         """Nothing is waiting in the database, retries included."""
         return self.dry and self.due_at == self.crashed_at == self.held_until == NEVER
 
+    @property
+    def halted(self) -> bool:
+        """It has work, and only somebody's resume lets it go on."""
+        return self.suspended and self.paused_until == NEVER and not self.quiet
+
+    def stands(self, now: float) -> bool:
+        """Nothing starts here now, but for probes if it is not on hold."""
+        return max(self.on_hold_until, self.paused_until) > now
+
+    def admits(self, delivery: Delivery, now: float) -> bool:
+        """Whether what was claimed may start now."""
+        return self.on_hold_until <= now and (delivery.lease.probe or self.paused_until <= now)
+
     def claimable(self, now: float) -> bool:
         """There may be something to claim."""
-        return not self.dry or self.held_until <= now
+        return not self.dry or self.held_until <= now or (self.suspended and self.due_at <= now)
+
+    def retriable(self, now: float) -> bool:
+        """An exception may be due, and fresh events do not come first."""
+        return self.due_at <= now and not self.suspended
 
     @property
     def hungry(self) -> bool:
@@ -58,6 +85,8 @@ class QueueState:
 
     def room(self, now: float) -> int:
         """How many more deliveries to claim now."""
+        if self.stands(now):
+            return 0
         return self.pace.room(self.waiting, self.runner.running, now)
 
     def offer(self, deliveries: Iterable[Delivery]) -> None:
@@ -92,10 +121,44 @@ class QueueState:
         return behind
 
     def announce(self) -> None:
-        """Anything may be waiting: look."""
+        """Anything may be waiting, or the queue be paused or resumed: look."""
         self.dry = False
         self.due_at = 0.0
         self.held_until = NEVER
+        self.paused_until = 0.0
+        self.unsure = True
+
+    def hold(self, seconds: float) -> None:
+        """Let nothing start here for so long, in this process only, and give back what has not started; 0 ends it.
+
+        For the moment until a pause is in the database.
+        """
+        self.on_hold_until = time.monotonic() + seconds if seconds > 0 else 0.0
+        if seconds > 0:
+            self.release(True)
+        self.announce()
+
+    def pause(self, pause: Pause, now: float) -> None:
+        """The database says that it is paused. What has not started is given back, but for the probe."""
+        self.suspended = True
+        if not self.unsure:
+            self.paused_until = NEVER if pause.seconds is None else now + pause.seconds
+        waiting = self.release(False) or pause.waiting
+        self.dry = not waiting
+        self.due_at = self.paused_until if waiting else NEVER
+        self.crashed_at = self.held_until = NEVER
+
+    def await_probe(self) -> None:
+        """The database says that the pause may be over, and that it gives one event out to see."""
+        self.suspended = True
+        self.release(False)
+
+    def resume(self) -> None:
+        """The database says that it is not paused any more."""
+        self.suspended = False
+        self.paused_until = 0.0
+        self.dry = False
+        self.due_at = 0.0
 
     def forget(self) -> None:
         """Drop what waits here and know nothing of the database."""
@@ -122,6 +185,8 @@ class QueueState:
         if lease.ordered:  # its lane is free, and what was parked behind it may be due
             self.dry = False
             self.due_at = 0.0
+            if self.suspended:  # whether anything of it is left
+                self.announce()
         if self.completions is not None and lease.executed:
             self.completions.add(lease.executed, now)
 

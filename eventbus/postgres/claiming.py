@@ -8,15 +8,15 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 import orjson
 
-from eventbus.event import Event
-from eventbus.postgres.chains import Chains
 from eventbus.postgres.link import Link, Row
+from eventbus.postgres.replies import read_claims, read_due
 from eventbus.postgres.statements import Statements
-from eventbus.transport import Claimed, ClaimedDue, Delivery, Due, Lease, Verdict
+from eventbus.postgres.watching import Watching
+from eventbus.transport import Claimed, ClaimedDue, Due, Lease, Verdict
 
 _EVERYTHING: Final = datetime(1, 1, 1, tzinfo=UTC)
 _SWEEP_SECONDS = 1.0
@@ -24,9 +24,9 @@ _SWEEP_SECONDS = 1.0
 
 
 class PostgresConsumer:
-    """Implements :class:`eventbus.transport.ConsumerEngine` over two links: one claims, one settles."""
+    """A :class:`eventbus.transport.ConsumerEngine` over two links, one claims, one settles; ``watching`` pauses."""
 
-    def __init__(self, claiming: Link, settling: Link, calls: Statements) -> None:
+    def __init__(self, claiming: Link, settling: Link, calls: Statements, watching: Watching) -> None:
         self.worker_id = uuid4()
         self.names: dict[int, str] = {}
         """Queue numbers and names of this process."""
@@ -36,6 +36,7 @@ class PostgresConsumer:
         """Those of them whose executions are completed by the settlement."""
         self._claiming = claiming
         self._settling = settling
+        self.pause, self.resume, self.free_probe = watching.pause, watching.resume, watching.free_probe
         self._calls = calls
         self._newest_claim = 0
         self._floors = (0, 0)
@@ -64,44 +65,9 @@ class PostgresConsumer:
             self.worker_id, token, order, [rooms[queue_id] for queue_id in order], max_bytes, self._turn // len(rooms),
         )  # fmt: skip
         rows = await self._claiming.rows(self._calls["claim"], parameters)
-        return self._read_claims(rows, token)
-
-    def _read_claims(self, rows: Sequence[Row], token: UUID) -> Claimed:
-        deliveries: dict[int, list[Delivery]] = {}
-        more: set[int] = set()
-        busy: set[int] = set()
-        held: set[int] = set()
-        now = time.monotonic()
-        lease = Lease(0, token, now)
-        mine: list[Delivery] = []
-        name = ""
-        chains: Chains | None = None
-        for (
-            claim_id, queue_id, _, seq, size, event_id, topic, key, payload, headers, published_at, replay_id, ordered,
-            twin,
-        ) in rows:  # fmt: skip
-            if claim_id is None:
-                (busy if seq is None else more if seq else held).add(queue_id)
-                continue
-            if claim_id != lease.claim_id:
-                lease = Lease(queue_id, token, now, claim_id=claim_id, lo=seq, started=seq - 1, ordered=ordered)
-                mine = deliveries.setdefault(queue_id, [])
-                name = self.names[queue_id]
-                chains = Chains() if ordered else None
-            event = None
-            if event_id is not None:
-                event = Event(
-                    event_id=event_id, topic=topic, payload=payload, headers=headers, key=key,
-                    published_at=published_at, queue=name, replay_id=replay_id,
-                )  # fmt: skip
-                lease.size += size
-            lease.hi = seq
-            lease.unfinished += 1
-            delivery = Delivery(event, lease, seq, twin)
-            if chains is None or chains.begins(key, delivery):
-                mine.append(delivery)
-        self._newest_claim = max(self._newest_claim, lease.claim_id)
-        return Claimed(deliveries, frozenset(more | busy), frozenset(busy), frozenset(held - more - busy))
+        newest = next((row[0] for row in reversed(rows) if row[0] is not None), 0)
+        self._newest_claim = max(self._newest_claim, newest)
+        return read_claims(rows, token, self.names, time.monotonic())
 
     async def claim_due(self, rooms: Mapping[int, int], max_bytes: int, *, alone: bool) -> ClaimedDue:
         now = time.monotonic()
@@ -115,7 +81,10 @@ class PostgresConsumer:
         parameters = (
             self.worker_id, token, list(rooms), list(rooms.values()), starts, max_bytes, alone, self._due_turn,
         )  # fmt: skip
-        claimed = self._read_due(await self._claiming.rows(self._calls["claim_due"], parameters), token, alone=alone)
+        rows = await self._claiming.rows(self._calls["claim_due"], parameters)
+        if not alone:
+            self._follow(rows)
+        claimed = read_due(rows, token, self.names, time.monotonic())
         sweep_in = self._swept_at + _SWEEP_SECONDS - now
         return ClaimedDue(
             claimed.deliveries,
@@ -123,36 +92,15 @@ class PostgresConsumer:
                 queue_id: _not_later_than(sweep_in, due) if queue_id in partial else due
                 for queue_id, due in claimed.next.items()
             },
+            claimed.paused,
+            claimed.probing,
         )
 
-    def _read_due(self, rows: Iterable[Row], token: UUID, *, alone: bool) -> ClaimedDue:
-        deliveries: dict[int, list[Delivery]] = {}
-        upcoming: dict[int, Due] = {}
-        now = time.monotonic()
-        chains = Chains()
+    def _follow(self, rows: Sequence[Row]) -> None:
+        """Look from here on next time: dead rows are where exceptions were."""
         for row in rows:
-            exception_id, queue_id, due_in, crashed_in, attempts, crashes, due_at, size, event_id, *rest = row
-            if exception_id is None:
-                upcoming[queue_id] = Due(due_in, crashed_in)
-                continue
-            topic, key, payload, headers, published_at, replay_id, redriven, ordered, twin = rest
-            lease = Lease(
-                queue_id, token, now, exception_id=exception_id, crashes=crashes, ordered=ordered, size=size or 0,
-                unfinished=1,
-            )  # fmt: skip
-            event = None
-            if event_id is not None:
-                event = Event(
-                    event_id=event_id, topic=topic, payload=payload, headers=headers, key=key,
-                    published_at=published_at, queue=self.names[queue_id], attempt=attempts + 1, replay_id=replay_id,
-                    redriven=redriven,
-                )  # fmt: skip
-            delivery = Delivery(event, lease, 0, twin)
-            if not ordered or chains.begins((queue_id, key), delivery):
-                deliveries.setdefault(queue_id, []).append(delivery)
-            if not alone and self.kinds[queue_id] == "plain":
-                self._due_from[queue_id] = due_at
-        return ClaimedDue(deliveries, upcoming)
+            if row[0] is not None and self.kinds[row[1]] == "plain":
+                self._due_from[row[1]] = row[6]
 
     async def settle(self, leases: Sequence[Lease]) -> Sequence[Lease]:
         claims = sorted((lease for lease in leases if lease.claim_id), key=lambda lease: lease.claim_id)

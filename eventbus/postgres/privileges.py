@@ -67,6 +67,7 @@ CONSUME: Final = (
     Right("ticks", ("SELECT", "INSERT")),
     Right("queues", ("SELECT", "INSERT")),
     Right("queues", ("UPDATE",), ("state", "tracking", "when_exhausted")),
+    Right("pauses", ("SELECT", "INSERT", "UPDATE", "DELETE")),
     Right("layouts", ("SELECT", "INSERT", "DELETE")),
     Right("fillings", ("SELECT", "INSERT", "UPDATE", "DELETE")),
     Right("bindings", ("SELECT", "INSERT", "DELETE")),

@@ -12,14 +12,14 @@ from psycopg import IsolationLevel
 
 from eventbus.postgres.link import Link
 from eventbus.postgres.statements import Statements
-from eventbus.transport import Fill, Tick
+from eventbus.publishing.ticks import Fill, Tick
 
 _EVERYTHING: Final = datetime(1, 1, 1, tzinfo=UTC)
 _SWEEP_SECONDS = 5.0
 
 
 class PostgresRelay:
-    """Implements :class:`eventbus.transport.RelayEngine` over one link.
+    """Implements :class:`eventbus.publishing.ticks.RelayEngine` over one link.
 
     Scheduled events are looked for from the last one that fired on, because the low end of the table is where the
     deleted rows are, and from the very beginning every five seconds, for those that were committed late.

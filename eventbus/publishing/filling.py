@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from eventbus.publishing.routing import resolve
-from eventbus.transport import RelayEngine
+from eventbus.publishing.ticks import RelayEngine
 
 log = logging.getLogger("eventbus")
 

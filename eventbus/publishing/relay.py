@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from eventbus.errors import Unavailable
 from eventbus.publishing.filling import Filling
 from eventbus.publishing.routing import resolve
-from eventbus.transport import RelayEngine, StatementCancelled, Tick
+from eventbus.publishing.ticks import RelayEngine, Tick
+from eventbus.transport import StatementCancelled
 
 log = logging.getLogger("eventbus")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from eventbus.publishing.ticks import RelayEngine
 from eventbus.topics import matches
-from eventbus.transport import RelayEngine
 
 
 async def resolve(engine: RelayEngine, topics: Sequence[str]) -> Sequence[str]:

@@ -196,8 +196,11 @@ class Worker:
     async def _until_quiet(self) -> None:
         """Wait until every queue was found empty; raises when that cannot come to pass."""
         relay, consumer = self._parts.relay, self._parts.consumer
-        while not (consumer.quiet or relay.paused):  # noqa: ASYNC110 - for commands that end, not for a service
+        while not (consumer.quiet or relay.paused or consumer.halted):  # noqa: ASYNC110 - for commands that end
             await asyncio.sleep(_QUIET_LOOK)
+        if halted := consumer.halted:
+            names = ", ".join(sorted(halted))
+            raise BusPaused(f"paused with work left: {names}; to let it go on: eventbus queues resume NAME")
         if relay.paused:
             raise BusPaused("the bus is paused, so that nothing gets done; `eventbus resume` starts it again")
 

@@ -12,6 +12,7 @@ from eventbus.postgres.admin import resume
 from eventbus.postgres.claiming import PostgresConsumer
 from eventbus.postgres.link import Link, Outage
 from eventbus.postgres.statements import Statements
+from eventbus.postgres.watching import Watching
 from eventbus.settings import load
 from eventbus.transport import Delivery
 
@@ -32,7 +33,8 @@ async def consumer(dsn: str, conn: psycopg.Connection) -> AsyncIterator[Postgres
     conn.execute("SELECT eventbus.tick(100)")
     outage = Outage()
     links = Link(dsn, "claim", outage), Link(dsn, "settle", outage)
-    one = PostgresConsumer(*links, Statements("engine", "eventbus"))
+    calls = Statements("engine", "eventbus")
+    one = PostgresConsumer(*links, calls, Watching(links[1], calls))
     one.names, one.kinds = {1: "keys"}, {1: "ordered"}
     await one.register()
     yield one

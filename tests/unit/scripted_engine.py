@@ -11,7 +11,9 @@ from datetime import UTC, datetime
 from uuid import UUID, uuid4
 
 from eventbus.event import Event
-from eventbus.transport import Claimed, ClaimedDue, Delivery, Due, Lease, Twin, Verdict
+from eventbus.transport import Claimed, ClaimedDue, Delivery, Due, Lease, Pause, Twin, Verdict
+
+NEVER = float("inf")
 
 
 @dataclass
@@ -53,6 +55,10 @@ class ScriptedEngine:
         """Whether the next claims find that all of it waits for the claims of others."""
         self.twins: dict[str, Twin] = {}
         """The twin of a delivery by its payload."""
+        self.pauses: dict[int, float] = {}
+        """Until when queues are paused, by the event loop's clock."""
+        self.probes: dict[int, float] = {}
+        """Of those, the ones that end by a probe: for how long it keeps others waiting."""
         self.events: dict[str, UUID] = {}
         """The event id of a delivery by its payload; others get one of their own."""
         self.detached: list[set[str]] = []
@@ -96,8 +102,40 @@ class ScriptedEngine:
             return Claimed({}, frozenset(rooms), frozenset(rooms))
         if self.held and self.held.popleft():
             return Claimed({}, held=frozenset(rooms))
-        claimed = {queue_id: self._claim(queue_id, room) for queue_id, room in rooms.items() if self.fresh[queue_id]}
-        return Claimed(claimed, frozenset(queue_id for queue_id in rooms if self.fresh[queue_id]))
+        probing = self._probing(rooms)
+        probed = {queue_id for queue_id in probing if self.fresh[queue_id] and rooms[queue_id]}
+        claimed = {
+            queue_id: self._claim(queue_id, 1 if queue_id in probing else room)
+            for queue_id, room in rooms.items()
+            if self.fresh[queue_id] and room and (queue_id not in self.pauses or queue_id in probing)
+        }
+        paused = self._told_of_pauses(rooms, claimed, probed)
+        more = frozenset(queue_id for queue_id, room in rooms.items() if self.fresh[queue_id] and room)
+        return Claimed(claimed, more - paused.keys(), paused=paused, probing=frozenset(probing - probed))
+
+    def _probing(self, rooms: Mapping[int, int]) -> set[int]:
+        """Of these queues, those that give out a probe."""
+        now = asyncio.get_running_loop().time()
+        return {queue_id for queue_id in rooms if queue_id in self.probes and self.pauses.get(queue_id, now) <= now}
+
+    def _told_of_pauses(
+        self, rooms: Mapping[int, int], claimed: Mapping[int, Sequence[Delivery]], probed: set[int]
+    ) -> dict[int, Pause]:
+        """Marks the probes that were claimed, and pauses their queues for so long."""
+        now = asyncio.get_running_loop().time()
+        for queue_id in probed:
+            claimed[queue_id][0].lease.probe = True
+            self.pauses[queue_id] = now + self.probes[queue_id]
+        return {
+            queue_id: Pause(
+                None if self.pauses[queue_id] == NEVER else self.pauses[queue_id] - now, self._waits(queue_id)
+            )
+            for queue_id in rooms
+            if self.pauses.get(queue_id, 0.0) > now
+        }
+
+    def _waits(self, queue_id: int) -> bool:
+        return bool(self.fresh[queue_id] or self.exceptions[queue_id])
 
     def _claim(self, queue_id: int, room: int) -> list[Delivery]:
         number = next(self._numbers)
@@ -124,13 +162,19 @@ class ScriptedEngine:
         await self._enter("claim_alone" if alone else "claim_due")
         now = asyncio.get_running_loop().time()
         deliveries: dict[int, list[Delivery]] = {}
-        for queue_id, room in rooms.items():
+        probing = self._probing(rooms)
+        for queue_id, most in rooms.items():
+            if queue_id in self.pauses and queue_id not in probing:
+                continue
+            room = 1 if queue_id in probing else most
             wanted = [one for one in self.exceptions[queue_id] if one.due_at <= now and bool(one.crashes) == alone]
             for one in wanted[:room]:
                 self.exceptions[queue_id].remove(one)
                 deliveries.setdefault(queue_id, []).append(self._claim_exception(queue_id, one))
         chained = {queue_id: _chained(of_queue) for queue_id, of_queue in deliveries.items()}
-        return ClaimedDue(chained, {queue_id: self._next(queue_id, now) for queue_id in rooms})
+        paused = self._told_of_pauses(rooms, chained, probing & chained.keys())
+        upcoming = {queue_id: self._next(queue_id, now) for queue_id in rooms if queue_id not in paused}
+        return ClaimedDue(chained, upcoming, paused, frozenset(probing - chained.keys()))
 
     def _claim_exception(self, queue_id: int, one: Waiting) -> Delivery:
         number = next(self._numbers)
@@ -213,6 +257,25 @@ class ScriptedEngine:
         self.known.append(set(known))
         await self._enter("look at everything" if thorough else "look")
         return 0
+
+    async def pause(
+        self, queue_id: int, source: str, reason: str, seconds: float | None, probe_seconds: float | None
+    ) -> bool:
+        await self._enter("pause")
+        self.pauses[queue_id] = NEVER if seconds is None else asyncio.get_running_loop().time() + seconds
+        if probe_seconds is not None:
+            self.probes[queue_id] = probe_seconds
+        return True
+
+    async def resume(self, queue_id: int, source: str) -> bool:
+        await self._enter("resume")
+        self.probes.pop(queue_id, None)
+        return self.pauses.pop(queue_id, None) is not None
+
+    async def free_probe(self, queue_id: int, source: str, token: UUID) -> bool:
+        await self._enter("free_probe")
+        self.pauses[queue_id] = 0.0
+        return True
 
     async def recover(self) -> None:
         await self._enter("recover")

@@ -14,7 +14,8 @@ import pytest
 
 from eventbus.errors import Unavailable
 from eventbus.publishing.relay import Relay
-from eventbus.transport import Fill, StatementCancelled, Tick
+from eventbus.publishing.ticks import Fill, Tick
+from eventbus.transport import StatementCancelled
 
 IDLE = Tick("idle", more=False, events=0, deliveries=0, fed=(), unknown=(), due_in=None)
 

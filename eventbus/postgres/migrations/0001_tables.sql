@@ -73,6 +73,27 @@ CREATE TABLE {schema}.queues (
     created_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp()
 );
 
+-- Why nothing of a queue is claimed; see 0014_pauses.sql. source: who paused it, manual is the operator.
+--   until, seconds: how long; probe_seconds: how long the probe may take that may end it. probe_*: the one that is out.
+CREATE TABLE {schema}.pauses (
+    queue_id integer NOT NULL REFERENCES {schema}.queues ON DELETE CASCADE,
+    source text COLLATE "C" NOT NULL,
+    since timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
+    until timestamptz,
+    seconds double precision CHECK (seconds >= 0),
+    probe_seconds double precision CHECK (probe_seconds > 0),
+    probe_until timestamptz,
+    probe_by uuid,
+    probe_token uuid,
+    reason text NOT NULL,
+    PRIMARY KEY (queue_id, source),
+    CHECK ((until IS NULL) = (seconds IS NULL)),
+    CHECK (until IS NOT NULL OR probe_seconds IS NULL),
+    CHECK (source <> 'manual' OR probe_seconds IS NULL),
+    CHECK (probe_seconds IS NOT NULL OR probe_until IS NULL),
+    CHECK ((probe_until IS NOT NULL) = (probe_by IS NOT NULL AND probe_token IS NOT NULL))
+);
+
 -- How a queue is split into lanes: lane_from .. lane_from + lanes - 1. A queue whose lanes change gets a new row. The
 -- newest gets what is relayed; the oldest is claimed from until nothing of it is left, and then removed.
 CREATE TABLE {schema}.layouts (

@@ -16,6 +16,9 @@ RETURN (p_lane + p_lanes - CASE
 -- One row per delivery that is to be handled, in order; event_id is null where the outbox no longer has the event. A
 -- row without claim_id tells of queue_id that it has more: with seq above 0, deliveries up to seq are left; with seq
 -- null, another worker is claiming from it at this moment; with seq 0, what is left waits for a claim that is open.
+-- With a topic it tells of a pause (see 0014_pauses.sql). paused: ask again in size milliseconds, null if only a resume
+-- ends it; seq is 0 if nothing waits in it. probe: the one event of this queue is the probe, and others wait for so
+-- long. probing: a probe may be taken, and nothing fresh is there to be one.
 --
 -- A plain queue has one lane. Of an ordered queue a lane has one open claim at most, and deliveries whose key waits
 -- behind an earlier event are parked here; one call takes half of the lanes at most, so that a worker can handle some
@@ -48,11 +51,35 @@ DECLARE
     v_sifted bigint[] := '{}';
     v_tracked bigint[] := '{}';
     v_twins boolean := false;
+    v_pause record;
+    v_probing integer[] := '{}';
+    v_probed integer[] := '{}';
 BEGIN
     PERFORM {schema}.require_read_committed();
     PERFORM set_config('synchronous_commit', 'off', true);
     PERFORM {schema}.retire_layout(u.queue_id) FROM unnest(p_queues) AS u (queue_id)
     WHERE EXISTS (SELECT 1 FROM {schema}.layouts l WHERE l.queue_id = u.queue_id OFFSET 1);
+    IF EXISTS (SELECT 1 FROM {schema}.pauses p WHERE p.queue_id = ANY (p_queues)) THEN
+        FOR v_lane IN
+            SELECT u.queue_id, u.place FROM unnest(p_queues) WITH ORDINALITY AS u (queue_id, place)
+            WHERE EXISTS (SELECT 1 FROM {schema}.pauses p WHERE p.queue_id = u.queue_id)
+        LOOP
+            v_pause := {schema}.heed_pauses(v_lane.queue_id);
+            IF v_pause.state = 'paused' THEN
+                p_limits[v_lane.place] := 0;
+                queue_id := v_lane.queue_id;
+                seq := {schema}.is_waiting(v_lane.queue_id)::integer;
+                size := ceil(v_pause.seconds * 1000);
+                topic := 'paused';
+                RETURN NEXT;
+            ELSIF v_pause.state = 'probe' THEN
+                p_limits[v_lane.place] := least(p_limits[v_lane.place], 1);
+                v_probing := v_probing || v_lane.queue_id;
+            END IF;
+        END LOOP;
+        size := NULL;
+        topic := NULL;
+    END IF;
     FOR v_lane IN
         SELECT f.*, row_number() OVER (ORDER BY f.place, f.turn) AS n,
                least(count(*) OVER (PARTITION BY f.queue_id), (f.lanes + 1) / 2) AS shares
@@ -138,6 +165,9 @@ BEGIN
         v_any := true;
         v_left := v_left - v_bytes;
         v_room := v_room - v_count + v_parked;
+        IF v_lane.queue_id = ANY (v_probing) THEN
+            v_probed := v_probed || v_lane.queue_id;
+        END IF;
         IF v_parked > 0 OR v_lane.tracking <> 'none' THEN
             v_sifted := v_sifted || v_claim;
             IF v_lane.tracking = 'idempotent' THEN
@@ -156,6 +186,16 @@ BEGIN
         IF v_hi < v_lane.newest THEN
             RETURN NEXT;
         END IF;
+    END LOOP;
+    FOREACH queue_id IN ARRAY v_probing LOOP
+        seq := 1;
+        size := NULL;
+        topic := 'probing';
+        IF queue_id = ANY (v_probed) THEN
+            size := ceil({schema}.take_probe(queue_id, p_worker, p_token) * 1000);
+            topic := 'probe';
+        END IF;
+        RETURN NEXT;
     END LOOP;
     IF cardinality(v_tracked) > 0 THEN
         v_twins := {schema}.begin_claims(v_tracked);
@@ -262,7 +302,9 @@ $body$;
 -- and only one that must run alone. With an event of an ordered queue come those that are parked behind it, in order:
 -- each may start when the one before it is done.
 -- A row without exception_id tells of queue_id: due_in, seconds until its next exception is due (negative: more are
--- due now; null: none waits), and crashed_in, the same for those that must run alone.
+-- due now; null: none waits), and crashed_in, the same for those that must run alone. With a topic it tells of a pause,
+-- as those of claim do: paused and probe, with the seconds in due_in, and size 0 if nothing waits; probing, beside the
+-- rest.
 CREATE FUNCTION {schema}.claim_due(p_worker uuid, p_token uuid, p_queues integer[], p_limits integer[],
                                    p_from timestamptz[], p_bytes bigint, p_alone boolean, p_turn integer DEFAULT 0)
 RETURNS TABLE (exception_id bigint, queue_id integer, due_in double precision, crashed_in double precision,
@@ -283,12 +325,28 @@ DECLARE
     v_ids bigint[];
     v_bytes bigint;
     v_lanes integer[];
+    v_probing boolean;
 BEGIN
     PERFORM {schema}.require_read_committed();
     PERFORM set_config('synchronous_commit', 'off', true);
     FOR v_queue IN
-        SELECT u.id, u.most, u.start FROM unnest(p_queues, p_limits, p_from) AS u (id, most, start) ORDER BY u.id
+        SELECT u.id, u.most, u.start, EXISTS (SELECT 1 FROM {schema}.pauses p WHERE p.queue_id = u.id OFFSET 0) AS paused
+        FROM unnest(p_queues, p_limits, p_from) AS u (id, most, start) ORDER BY u.id
     LOOP
+        v_probing := false;
+        IF v_queue.paused THEN
+            queue_id := v_queue.id;
+            SELECT h.state, h.seconds INTO topic, due_in FROM {schema}.heed_pauses(v_queue.id) h;
+            IF topic = 'paused' THEN
+                size := {schema}.is_waiting(v_queue.id)::integer;
+                RETURN NEXT;
+                CONTINUE;
+            END IF;
+            v_probing := topic = 'probe';
+            IF v_probing THEN
+                v_queue.most := least(v_queue.most, 1);
+            END IF;
+        END IF;
         v_lanes := {schema}.lanes_in_turn(v_queue.id, p_turn);
         IF p_alone THEN
             v_found := ARRAY(
@@ -329,6 +387,13 @@ BEGIN
                 WHERE e.id = ANY (v_locked) AND e.id <> ALL (v_ids) AND e.token IS NOT NULL;
             END IF;
             RETURN QUERY SELECT * FROM {schema}.taken(v_ids);
+            IF v_probing AND cardinality(v_ids) > 0 THEN
+                due_in := {schema}.take_probe(v_queue.id, p_worker, p_token);
+                size := 1;
+                RETURN NEXT;
+                EXIT WHEN p_alone;
+                CONTINUE;
+            END IF;
             EXIT WHEN p_alone AND cardinality(v_ids) > 0;
         END IF;
         RETURN QUERY
@@ -344,8 +409,9 @@ BEGIN
                     FROM {schema}.exceptions e
                     WHERE e.queue_id = v_queue.id AND e.state = 'waiting' AND e.alone
                     ORDER BY e.due_at, e.id LIMIT 1),
-                   NULL::integer, NULL::integer, NULL::timestamptz, NULL::integer, NULL::text, NULL::text, NULL::text,
-                   NULL::text, NULL::text, NULL::timestamptz, NULL::integer, NULL::boolean, NULL::boolean, NULL::text;
+                   NULL::integer, NULL::integer, NULL::timestamptz, NULL::integer, NULL::text,
+                   CASE WHEN v_probing THEN 'probing' END, NULL::text, NULL::text, NULL::text, NULL::timestamptz,
+                   NULL::integer, NULL::boolean, NULL::boolean, NULL::text;
     END LOOP;
 END
 $body$;

@@ -100,6 +100,18 @@ SELECT kind, id, token FROM {schema}.held(%s::uuid, %s)
 -- Gives back what a worker holds without knowing.
 SELECT {schema}.release_unknown(%s::uuid, %s::bigint[], %s::bigint[])
 
+-- name: pause_queue
+-- Pauses a queue for one source.
+SELECT {schema}.pause_queue(%s, %s, %s, %s::double precision, %s::double precision)
+
+-- name: resume_queue
+-- Ends the pause of one source.
+SELECT {schema}.resume_queue(%s, %s)
+
+-- name: free_probe
+-- Lets another probe be taken.
+SELECT {schema}.free_probe(%s, %s, %s::uuid)
+
 -- name: undone
 -- Whether anybody holds or waits for deliveries of these queues, or publishes in a transaction that is still open.
 SELECT EXISTS (SELECT 1 FROM {schema}.exceptions e WHERE e.queue_id = ANY (%s::integer[]) AND e.state <> 'parked')

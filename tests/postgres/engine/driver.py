@@ -321,6 +321,58 @@ class Engine:
             if number is not None
         ]
 
+    # Pausing
+
+    def pause(
+        self,
+        queue_id: int,
+        source: str,
+        seconds: float | None = None,
+        probe_seconds: float | None = None,
+        reason: str = "tests",
+    ) -> bool:
+        """Pause a queue for one source; false when there is no such queue."""
+        return bool(
+            self.value(
+                "SELECT {bus}.pause_queue(%s, %s, %s, %s::float8, %s::float8)",
+                queue_id,
+                source,
+                reason,
+                seconds,
+                probe_seconds,
+            )
+        )
+
+    def resume(self, queue_id: int, source: str) -> bool:
+        """End the pause of one source; false when there was none."""
+        return bool(self.value("SELECT {bus}.resume_queue(%s, %s)", queue_id, source))
+
+    def told_of_pause(
+        self, call: str, worker: UUID, queue_id: int, limit: int, *, alone: bool = False
+    ) -> tuple[str | None, float | None, int]:
+        """Claim, and read of the answer only what it says of the pause, in how many seconds, and how many came."""
+        if call == "claim":
+            rows = self.rows(
+                "SELECT claim_id, topic, size / 1000.0::float8"
+                " FROM {bus}.claim(%s, gen_random_uuid(), ARRAY[%s], ARRAY[%s], 1000000)",
+                worker,
+                queue_id,
+                limit,
+            )
+        else:
+            rows = self.rows(
+                "SELECT exception_id, topic, due_in FROM {bus}.claim_due(%s, gen_random_uuid(), ARRAY[%s], ARRAY[%s],"
+                " ARRAY['-infinity'::timestamptz], 1000000, %s)",
+                worker,
+                queue_id,
+                limit,
+                alone,
+            )
+        events = sum(number is not None for number, *_ in rows)
+        said = [(topic, seconds) for number, topic, seconds in rows if number is None and topic is not None]
+        state, seconds = said[0] if said else (None, None)
+        return state, seconds, events
+
     def settle_due(self, held: Sequence[Held], outcome: str, **fields: Any) -> set[int]:
         """Settle exceptions, all alike; the ids of those that were still ours."""
         return self.settle_each([(one, outcome) for one in held], **fields)
