@@ -1,0 +1,205 @@
+"""What one worker process has done since it started: added up while it works, read when somebody scrapes.
+
+Hooks add on the event loop; a scrape reads in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Final, get_args
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from eventbus.plugins.values import OutcomeName, Settled
+
+OUTCOMES: Final[Sequence[str]] = get_args(OutcomeName)
+
+
+class Distribution:
+    """How many of some values lie up to each bound, and their sum."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._upto = [0] * len(bounds)
+        self._count = 0
+        self._sum = 0.0
+
+    def add(self, values: Iterable[float]) -> None:
+        """Add values. Sorting them and looking up the bounds costs less than looking up each value."""
+        ascending = sorted(values)
+        for n, bound in enumerate(self._bounds):
+            self._upto[n] += bisect_right(ascending, bound)
+        self._count += len(ascending)
+        self._sum += sum(ascending)
+
+    @property
+    def buckets(self) -> list[tuple[str, float]]:
+        """As Prometheus wants them: each with all below it."""
+        upto = [(str(bound), float(number)) for bound, number in zip(self._bounds, self._upto, strict=True)]
+        return [*upto, ("+Inf", float(self._count))]
+
+    @property
+    def sum(self) -> float:
+        """The sum of all values."""
+        return self._sum
+
+
+class Process:
+    """Counts and distributions of one process, per queue."""
+
+    def __init__(self, handler_bounds: Sequence[float], waiting_bounds: Sequence[float]) -> None:
+        self._bounds = (handler_bounds, waiting_bounds)
+        self._lock = threading.Lock()
+        self._outcomes: Counter[tuple[str, str]] = Counter()
+        self._claimed: Counter[str] = Counter()
+        self._relayed: Counter[str] = Counter()
+        self._lost: Counter[str] = Counter()
+        self._taken_over = 0
+        self._took_over_from = 0
+        self._times: dict[str, tuple[Distribution, Distribution]] = {}
+        self._outages = 0
+        self._outage_seconds = 0.0
+        self._outage_since: float | None = None
+
+    def know(self, queues: Iterable[str]) -> None:
+        """These queues are consumed here: their counters begin at 0 before anything happens."""
+        with self._lock:
+            for queue in queues:
+                self._times_of(queue)
+                for outcome in OUTCOMES:
+                    self._outcomes[queue, outcome] += 0
+                for counter in (self._claimed, self._lost):
+                    counter[queue] += 0
+
+    def settled(self, queue: str, settled: Settled, ahead: float | None) -> None:
+        """Outcomes were stored. ``ahead``: database's seconds since 1970 minus monotonic ones; None: not known."""
+        timings = settled.timings
+        handling = [seconds for _, _, seconds in timings]
+        waiting = [] if ahead is None else [_waited(*timing, ahead) for timing in timings]
+        with self._lock:
+            for outcome, number in settled.counts.items():
+                self._outcomes[queue, outcome] += number
+            handled, waited = self._times_of(queue)
+            handled.add(handling)
+            waited.add(waiting)
+
+    def claimed(self, queue: str, number: int) -> None:
+        """Deliveries were claimed."""
+        with self._lock:
+            self._claimed[queue] += number
+
+    def relayed(self, deliveries: Mapping[str, int]) -> None:
+        """Events were moved into queues."""
+        with self._lock:
+            self._relayed.update(deliveries)
+
+    def lost(self, queue: str, number: int) -> None:
+        """Others took over what this process held."""
+        with self._lock:
+            self._lost[queue] += number
+
+    def took_over(self, workers: int, deliveries: int) -> None:
+        """This process took over from silent workers."""
+        with self._lock:
+            self._took_over_from += workers
+            self._taken_over += deliveries
+
+    def outage_began(self) -> None:
+        """The database is away."""
+        with self._lock:
+            self._outages += 1
+            self._outage_since = time.monotonic()
+
+    def outage_ended(self, seconds: float) -> None:
+        """It is back."""
+        with self._lock:
+            self._outage_seconds += seconds
+            self._outage_since = None
+
+    def families(self, pools: Mapping[str, tuple[int, int]]) -> Iterator[Metric]:
+        """All metrics. ``pools``: per queue how many handlers run, and how many may."""
+        with self._lock:
+            yield _counter(
+                "eventbus_events",
+                "Deliveries whose outcome this process stored.",
+                ("queue", "outcome"),
+                self._outcomes,
+            )
+            yield _counter(
+                "eventbus_claimed_events", "Deliveries that this process claimed.", ("queue",), self._claimed
+            )
+            yield _counter(
+                "eventbus_relayed_events", "Deliveries that this process moved into queues.", ("queue",), self._relayed
+            )
+            yield _counter(
+                "eventbus_lost_events", "Deliveries that others took over from this process.", ("queue",), self._lost
+            )
+            yield CounterMetricFamily(
+                "eventbus_taken_over_events", "Deliveries that this process took over.", self._taken_over
+            )
+            yield CounterMetricFamily(
+                "eventbus_taken_over_workers", "Silent workers that this process took over from.", self._took_over_from
+            )
+            yield from self._histograms()
+            yield from self._outage()
+        yield from _pools(pools)
+
+    def _times_of(self, queue: str) -> tuple[Distribution, Distribution]:
+        found = self._times.get(queue)
+        if found is None:
+            handler, waiting = self._bounds
+            found = self._times[queue] = (Distribution(handler), Distribution(waiting))
+        return found
+
+    def _histograms(self) -> Iterator[Metric]:
+        handler = HistogramMetricFamily("eventbus_handler_seconds", "How long handlers took.", labels=("queue",))
+        waiting = HistogramMetricFamily(
+            "eventbus_waiting_seconds", "From an event's INSERT to the start of its handler.", labels=("queue",)
+        )
+        for queue, times in self._times.items():
+            for family, distribution in zip((handler, waiting), times, strict=True):
+                family.add_metric((queue,), distribution.buckets, distribution.sum)
+        yield handler
+        yield waiting
+
+    def _outage(self) -> Iterator[Metric]:
+        lasting = 0.0 if self._outage_since is None else time.monotonic() - self._outage_since
+        away = self._outage_since is not None
+        yield GaugeMetricFamily("eventbus_database_away", "1 while this process cannot work with the database.", away)
+        yield CounterMetricFamily(
+            "eventbus_database_outages", "Outages of the database, for this process.", self._outages
+        )
+        yield CounterMetricFamily(
+            "eventbus_database_away_seconds",
+            "How long the database was away, for this process.",
+            self._outage_seconds + lasting,
+        )
+
+
+def _waited(published: datetime, started: float, _seconds: float, ahead: float) -> float:
+    return max(started + ahead - published.timestamp(), 0.0)
+
+
+def _counter(
+    name: str, what: str, labels: Sequence[str], values: Mapping[tuple[str, str], int] | Mapping[str, int]
+) -> Metric:
+    family = CounterMetricFamily(name, what, labels=labels)
+    for key, value in values.items():
+        family.add_metric((key,) if isinstance(key, str) else key, value)
+    return family
+
+
+def _pools(pools: Mapping[str, tuple[int, int]]) -> Iterator[Metric]:
+    running = GaugeMetricFamily("eventbus_handlers_running", "Handlers that run in this process.", labels=("queue",))
+    slots = GaugeMetricFamily("eventbus_handlers_limit", "Handlers that may run in this process.", labels=("queue",))
+    for queue, (now, most) in pools.items():
+        running.add_metric((queue,), now)
+        slots.add_metric((queue,), most)
+    yield running
+    yield slots
