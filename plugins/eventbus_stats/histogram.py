@@ -71,5 +71,5 @@ def _within(bucket: int, part: float, longest: float) -> float:
     top = min(BOUNDS[bucket], longest) if bucket < len(BOUNDS) else longest
     if bucket == 0:
         return top * part
-    bottom = min(BOUNDS[bucket - 1], top)
-    return min(top, float(bottom * (top / bottom) ** part))
+    bottom = BOUNDS[bucket - 1]
+    return min(top, bottom * float(top / bottom) ** part)

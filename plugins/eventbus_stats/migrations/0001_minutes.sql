@@ -80,7 +80,7 @@ $body$;
 -- Removes minutes that are older than p_retention seconds, at most p_limit rows. Returns how many.
 CREATE FUNCTION {schema}.stats_purge(p_retention double precision, p_limit integer) RETURNS integer
 LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan AS $body$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $body$
 DECLARE
     v_count integer;
 BEGIN
