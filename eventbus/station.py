@@ -23,12 +23,15 @@ from eventbus.consuming.runners import Finish, runner_for
 from eventbus.consuming.subscriptions import Subscription
 from eventbus.consuming.tenure import Tenure
 from eventbus.errors import ConfigurationError, Unavailable
+from eventbus.postgres.breaker import LONGEST_PAUSE, Breaker, Turn
 from eventbus.postgres.claiming import PostgresConsumer
+from eventbus.postgres.connecting import connect_blocking, conninfo
 from eventbus.postgres.heartbeat import Heartbeat, Pulse, Watch
-from eventbus.postgres.link import Link, Outage, conninfo, describe, turned_away
+from eventbus.postgres.link import Link, describe, turned_away
 from eventbus.postgres.listener import Ears, Listener
 from eventbus.postgres.maintenance import Maintenance
 from eventbus.postgres.migrate import require_current
+from eventbus.postgres.outage import Outage
 from eventbus.postgres.relaying import PostgresRelay
 from eventbus.postgres.statements import Statements
 from eventbus.postgres.transactions import Bind, Transactions
@@ -62,9 +65,10 @@ class Station:
         self._using = using
         self._boundaries: list[Transactions] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._outage = Outage()
+        # so that every worker is back after an outage before one that was quicker may take it over
+        self._breaker = Breaker(Outage(), longest=min(LONGEST_PAUSE, settings.lease / 4))
         self._calls = calls = Statements("engine", settings.schema_name)
-        self._links = [Link(settings.dsn, name, self._outage) for name in ("relay", "claim", "settle", "watch")]
+        self._links = [Link(settings.dsn, name, self._breaker) for name in ("relay", "claim", "settle", "watch")]
         relaying, claiming, settling, watching = self._links
         self._watching = Watching(watching, calls)
         self._relay_engine = PostgresRelay(relaying, calls, resume_after_restore=settings.on_restore == "resume")
@@ -79,9 +83,9 @@ class Station:
             fed=self._consumer.wake,
             random=random.random,
         )
-        self._maintenance = Maintenance(settings, calls, random.random)
+        self._maintenance = Maintenance(settings, calls, self._breaker, random.random)
         self._tenure = Tenure()
-        self._heart = Heartbeat(settings, calls, self._outage, self._watch())
+        self._heart = Heartbeat(settings, calls, self._breaker, self._watch())
         self._listening(False)
 
     def parts(self) -> Parts:
@@ -94,9 +98,10 @@ class Station:
             own_relay=lambda: None if self._settings.listen_dsn else self._links[0].backend_pid,
         )
         assert self._settings.dsn is not None
-        listener = Listener(
-            self._settings.listen_dsn or self._settings.dsn, self._settings.schema_name, self._outage, ears
-        )
+        heard = self._settings.listen_dsn or self._settings.dsn
+        # another way to the server, or to its pooler, can fail alone
+        breaker = self._breaker if heard == self._settings.dsn else Breaker(self._breaker.outage)
+        listener = Listener(heard, self._settings.schema_name, breaker, ears)
         return Parts(
             relay=self._relay,
             consumer=self._consumer,
@@ -121,7 +126,7 @@ class Station:
                 await self._links[0].recover()
 
     async def _join(self) -> None:
-        self._require_schema()
+        self._require_schema(await self._breaker.turn())
         if await self._relay_engine.is_foreign():
             log.warning("this database was restored from another one: %s", await self._relay_engine.attach())
         numbers = await self._relay_engine.declare([_declaration(item) for item in self._subscriptions])
@@ -134,20 +139,20 @@ class Station:
                 self._engine.idempotent.add(number)
             self._consumer.add(number, self._queue(subscription))
 
-    def _require_schema(self) -> None:
+    def _require_schema(self, turn: Turn) -> None:
         """Raise when the schema is missing or does not fit this code. Blocks, but then nothing runs yet."""
         assert self._settings.dsn is not None
         try:
-            with psycopg.connect(conninfo(self._settings.dsn, "start"), autocommit=True) as connection:
+            with connect_blocking(turn, conninfo(self._settings.dsn, "start")) as connection:
                 require_current(connection, self._settings.schema_name)
         except psycopg.OperationalError as error:
             problem = describe(error, "connect")
             if turned_away(problem):
                 raise ConfigurationError(f"the server does not let us in: {problem}") from error
             if self._wait:
-                self._outage.began("start", problem)
+                self._breaker.outage.began("start", problem)
             raise Unavailable(problem) from error
-        self._outage.ended("start")
+        self._breaker.outage.ended("start")
 
     def _queue(self, subscription: Subscription) -> QueueState:
         slots = subscription.concurrency or self._settings.concurrency
@@ -177,7 +182,7 @@ class Station:
         idle = (subscription.timeout or _LONGEST_SILENCE) + lease
         statements = Statements("transactions", self._settings.schema_name)
         patience = Patience(subscription.name, idle, lease, random.random, self._tenure)
-        boundary = Transactions(self._settings.dsn, statements, self._using, patience, self._outage)
+        boundary = Transactions(self._settings.dsn, statements, self._using, patience, self._breaker)
         self._boundaries.append(boundary)
         return boundary
 

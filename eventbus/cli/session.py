@@ -71,7 +71,7 @@ def connected(dsn: str, name: str) -> Iterator[psycopg.Connection]:
     """A connection in autocommit mode; the server's errors on the way become the bus's own where these say more."""
     import psycopg
 
-    from eventbus.postgres.link import conninfo
+    from eventbus.postgres.connecting import conninfo
 
     try:
         connection = psycopg.connect(conninfo(dsn, name), autocommit=True, prepare_threshold=None)

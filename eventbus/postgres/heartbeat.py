@@ -16,7 +16,10 @@ from uuid import UUID
 import orjson
 import psycopg
 
-from eventbus.postgres.link import SESSION, Outage, conninfo, describe
+from eventbus.errors import Unavailable
+from eventbus.postgres.breaker import Backoff, Breaker
+from eventbus.postgres.connecting import connect_blocking, conninfo
+from eventbus.postgres.link import describe, unreachable
 from eventbus.postgres.statements import Statements
 from eventbus.settings import Settings
 
@@ -25,7 +28,6 @@ log = logging.getLogger("eventbus")
 _NAME = "heartbeat"
 _LOOK_SECONDS = 1.0
 """How often to see whether the open claims have changed."""
-_LONGEST_BACKOFF = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +59,16 @@ class Watch:
 class Heartbeat:
     """One thread per worker. Beats every third of the lease, and within a second of new claims."""
 
-    def __init__(self, settings: Settings, calls: Statements, outage: Outage, watch: Watch) -> None:
+    def __init__(self, settings: Settings, calls: Statements, breaker: Breaker, watch: Watch) -> None:
         assert settings.dsn is not None
-        self._dsn = settings.dsn
+        self._target = conninfo(settings.dsn, _NAME)
         self._calls = calls
         self._lease = settings.lease
         self._max_crashes = settings.max_crashes
-        self._outage = outage
+        self._breaker = breaker
+        self._backoff = Backoff()
+        """Of what failed on connections that stood."""
+        self._troubled = False
         self._watch = watch
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="eventbus-heartbeat", daemon=True)
@@ -80,27 +85,39 @@ class Heartbeat:
     def stop(self) -> None:
         """Stop beating; returns when the thread has ended or after two seconds."""
         self._stopping.set()
+        self._breaker.nudge()
         self._thread.join(2.0)
 
     def _run(self) -> None:
-        failures = 0
         while not self._stopping.is_set():
             try:
                 self._beat_if_needed()
+            except Unavailable:
+                break  # it was stopped while it waited for its turn to connect
             except psycopg.Error as error:
-                failures += 1
-                connected_at = None if self._connection is None else self._connected_at
-                self._close()
-                self._outage.began(_NAME, describe(error, "heartbeat"), connected_at)
-                self._stopping.wait(min(_LONGEST_BACKOFF, 0.25 * 2 ** min(failures, 10)))
+                self._failed(error)
                 continue
             except Exception:
                 log.exception("the heartbeat failed; this is a defect of the bus")
-            if failures:
-                failures = 0
-                self._outage.ended(_NAME)
+            if self._troubled:
+                self._troubled = False
+                self._backoff.failures = 0
+                self._breaker.outage.ended(_NAME)
             self._stopping.wait(min(_LOOK_SECONDS, self._lease / 3))
         self._close()
+
+    def _failed(self, error: psycopg.Error) -> None:
+        """Disconnect, and wait if it was not the connecting that failed: when to try that again, the breaker says."""
+        self._troubled = True
+        stood = self._connection is not None
+        proven_at = max(self._connected_at, self._sent_at) if stood else None
+        self._close()
+        self._breaker.outage.began(_NAME, describe(error, "heartbeat"), proven_at)
+        if stood:
+            if unreachable(error):
+                self._breaker.broke(proven_at)
+            self._backoff.failures += 1
+            self._stopping.wait(self._backoff.pause())
 
     def _beat_if_needed(self) -> None:
         pulse = self._watch.pulse()
@@ -144,9 +161,8 @@ class Heartbeat:
             self._watch.took_over()
 
     def _connect(self) -> None:
-        connection = psycopg.connect(conninfo(self._dsn, _NAME), autocommit=True)
-        connection.execute(SESSION)
-        self._connection = connection
+        turn = self._breaker.turn_blocking(urgent=True, given_up=self._stopping.is_set)
+        self._connection = connect_blocking(turn, self._target)
         self._connected_at = time.monotonic()
         self._watch.connected()
 

@@ -1,47 +1,30 @@
-"""The bus's own connections: each comes back by itself, and an outage is two log lines, not thousands."""
+"""The bus's own connections on the event loop: each comes back by itself, in its turn.
+
+Before it: the engine's statements. After it: their rows, or what kind of failure it was. What fails although the
+connection stands has a back-off of its own; when a connection can be made is up to the ``breaker``.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import random
-import threading
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import psycopg
 from psycopg import errors
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from eventbus.errors import BusPaused, Unavailable
+from eventbus.postgres.breaker import LONGEST_PAUSE, Backoff, Breaker
+from eventbus.postgres.connecting import connect, conninfo
 from eventbus.transport import LeaseLost, StatementCancelled
 
-log = logging.getLogger("eventbus")
-
-_DEFAULTS: Final[Mapping[str, int]] = {
-    "connect_timeout": 10,
-    "keepalives_idle": 15,
-    "keepalives_interval": 5,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 30_000,
-}
-SESSION = b"SET default_transaction_isolation = 'read committed'"
-"""What every connection of the bus says first, whatever the role's default is."""
-_LONGEST_BACKOFF = 5.0
-_FORGIVEN_AFTER = 2 * _LONGEST_BACKOFF
+_FORGIVEN_AFTER = 2 * LONGEST_PAUSE
 """Seconds after which a statement that failed is not expected to come again."""
 _CONNECTIONS_PER_WORKER = 5
 _FULL = ("too many connections", "too many clients", "remaining connection slots")
 """How servers say SQLSTATE 53300 while a connection is made: the client library passes on their text only."""
-
-Row = tuple[Any, ...]
-
-
-def conninfo(dsn: str, name: str) -> str:
-    """``dsn`` with our name, and with time-outs that notice a dead peer unless it sets its own."""
-    return make_conninfo(dsn, **{**_DEFAULTS, **conninfo_to_dict(dsn), "application_name": f"eventbus {name}"})
-
 
 _TURNED_AWAY: Final = (
     "authentication failed",
@@ -51,51 +34,24 @@ _TURNED_AWAY: Final = (
     "permission denied for database",
 )
 
-
-class Outage:
-    """Whether one process can work with the database. Shared by all its links, so that it speaks once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._down: dict[str, str] = {}
-        self._began_at = 0.0
-        self._ended_at = 0.0
-
-    def began(self, link: str, problem: str, connected_at: float | None = None) -> None:
-        """Report that ``link`` cannot work; logged when it is the first one.
-
-        ``connected_at``: when the connection was made that is lost now (monotonic seconds). If it is older than the
-        end of the last outage, then it was that outage that cut it, and only now somebody wanted to use it.
-        """
-        with self._lock:
-            if not self._down:
-                if connected_at is not None and connected_at < self._ended_at:
-                    return
-                self._began_at = time.monotonic()
-                log.warning("database trouble: %s; retrying until it is back", problem, extra={"link": link})
-            self._down[link] = problem
-
-    def ended(self, link: str) -> None:
-        """Report that ``link`` works; logged when it was the last one."""
-        with self._lock:
-            if self._down.pop(link, None) is not None and not self._down:
-                self._ended_at = time.monotonic()
-                seconds = self._ended_at - self._began_at
-                log.info("the database is back after %.1f s", seconds, extra={"link": link, "outage_seconds": seconds})
+Row = tuple[Any, ...]
 
 
 class Link:
     """One connection with a name. Not for use by two tasks at once."""
 
-    def __init__(self, dsn: str, name: str, outage: Outage) -> None:
+    def __init__(self, dsn: str, name: str, breaker: Breaker) -> None:
         self.name = name
-        self._dsn = dsn
-        self._outage = outage
+        self._target = conninfo(dsn, name)
+        self._breaker = breaker
         self._connection: psycopg.AsyncConnection[Row] | None = None
-        self._connected_at = 0.0
-        self._failures = 0
+        self._proven_at = 0.0
+        """When the connection worked last."""
+        self._backoff = Backoff()
+        """Of what failed on connections that stood."""
+        self._troubled = False
         self._failing: bytes | None = None
-        """The statement that failed although the connection was fine: only its own success ends the trouble."""
+        """The statement that failed although the server answered: only its own success ends the trouble."""
         self._failed_at = 0.0
 
     @property
@@ -104,13 +60,13 @@ class Link:
         return None if self._connection is None else self._connection.info.backend_pid
 
     async def rows(self, statement: bytes, parameters: Sequence[Any] = ()) -> list[Row]:
-        """Run one statement and fetch everything.
+        """Run one statement and fetch everything; connects first where that is allowed now.
 
         Raises :class:`Unavailable` for all that may pass by itself (the outcome of the statement is then unknown),
         :class:`LeaseLost` and :class:`BusPaused` when the engine says so.
         """
         try:
-            connection = self._connection or await self._connect()
+            connection = self._connection or await self._connect(patience=0.0)
             cursor = await connection.execute(statement, parameters)
             rows = await cursor.fetchall() if cursor.description else []
         except psycopg.Error as error:
@@ -121,7 +77,7 @@ class Link:
     async def transaction(self, isolation: psycopg.IsolationLevel, first: bytes, last: bytes, parameters: Row) -> Row:
         """Run two statements in one transaction; the first row of the last one."""
         try:
-            connection = self._connection or await self._connect()
+            connection = self._connection or await self._connect(patience=0.0)
             await connection.set_isolation_level(isolation)
             try:
                 async with connection.transaction():
@@ -138,22 +94,21 @@ class Link:
         return row
 
     def _worked(self, statement: bytes) -> None:
-        if not self._failures:
+        self._proven_at = time.monotonic()
+        if not self._troubled:
             return
-        if self._failing in (None, statement) or time.monotonic() - self._failed_at > _FORGIVEN_AFTER:
-            self._failures = 0
+        if self._failing in (None, statement) or self._proven_at - self._failed_at > _FORGIVEN_AFTER:
+            self._troubled = False
+            self._backoff.failures = 0
             self._failing = None
-            self._outage.ended(self.name)
+            self._breaker.outage.ended(self.name)
 
     async def recover(self) -> None:
         """Wait as long as the back-off says, then until a connection stands; back-off doubles from 0.1 s to 5 s."""
-        while True:
-            await asyncio.sleep(self._backoff())
-            if self._connection is not None:
-                return
+        await asyncio.sleep(self._backoff.pause())
+        while self._connection is None:
             try:
                 await self._connect()
-                return
             except psycopg.Error as error:
                 await self._translate(error, b"connect")
 
@@ -162,52 +117,53 @@ class Link:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
-        self._outage.ended(self.name)
+        self._breaker.outage.ended(self.name)
 
-    async def _connect(self) -> psycopg.AsyncConnection[Row]:
-        connection = await psycopg.AsyncConnection.connect(conninfo(self._dsn, self.name), autocommit=True)
-        try:
-            await connection.execute(SESSION)
-        except BaseException:
-            await connection.close()
-            raise
-        self._connection = connection
-        self._connected_at = time.monotonic()
+    async def _connect(self, patience: float = math.inf) -> psycopg.AsyncConnection[Row]:
+        self._connection = connection = await connect(await self._breaker.turn(patience), self._target)
+        self._proven_at = time.monotonic()
         return connection
-
-    def _backoff(self) -> float:
-        ceiling = min(_LONGEST_BACKOFF, 0.1 * 2.0 ** min(self._failures, 10))
-        return ceiling * (0.5 + random.random() / 2)  # noqa: S311 - spreads reconnects, keeps no secret
 
     async def _translate(self, error: psycopg.Error, statement: bytes) -> Exception:
         if error.sqlstate == "EB001":
             return LeaseLost(str(error))
         if error.sqlstate == "EB002":
             return BusPaused(str(error))
-        self._failures += 1
+        self._troubled = True
         self._failed_at = time.monotonic()
         problem = describe(error, statement.decode())
-        connection, connected_at = self._connection, None
-        if connection is not None:
-            connected_at = self._connected_at
-        if broken(error) or connection is None or connection.broken:
-            self._connection = self._failing = None
-            if connection is not None:
-                await connection.close()
-        else:
-            self._failing = statement
-        self._outage.began(self.name, problem, connected_at)
+        proven_at = None if self._connection is None else self._proven_at
+        if self._connection is not None:
+            await self._failed(self._connection, error, statement)
+        self._breaker.outage.began(self.name, problem, proven_at)
         if isinstance(error, errors.QueryCanceled):
             return StatementCancelled(problem)
         return Unavailable(problem)
+
+    async def _failed(self, connection: psycopg.AsyncConnection[Row], error: psycopg.Error, statement: bytes) -> None:
+        """Something failed on a connection; what fails while one is made is the breaker's."""
+        self._backoff.failures += 1
+        lost = unreachable(error) or connection.broken
+        if lost:
+            self._breaker.broke(self._proven_at)
+        self._failing = None if lost else statement
+        if lost or broken(error):
+            self._connection = None
+            await connection.close()
+
+
+def unreachable(error: psycopg.Error) -> bool:
+    """Whether the server or the way to it has failed, so that no connection can be expected to work."""
+    return error.sqlstate is None or (
+        error.sqlstate[:2] in ("08", "57") and not isinstance(error, errors.QueryCanceled)
+    )
 
 
 def broken(error: psycopg.Error) -> bool:
     """Whether a connection is of no more use after this error; a read-only server counts (it was demoted)."""
     return (
-        error.sqlstate is None
+        unreachable(error)
         or isinstance(error, psycopg.InterfaceError | errors.ReadOnlySqlTransaction)
-        or (error.sqlstate[:2] in ("08", "57") and not isinstance(error, errors.QueryCanceled))
         or error.sqlstate in ("53300", "25P03", "25P02")
     )
 

@@ -6,7 +6,6 @@ Nothing depends on it but latency: whoever is woken looks for itself, and polls 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,12 +13,11 @@ import psycopg
 from psycopg import sql
 from psycopg.pq.misc import PGnotify
 
-from eventbus.postgres.link import Outage, conninfo, describe
-
-log = logging.getLogger("eventbus")
+from eventbus.postgres.breaker import Backoff, Breaker
+from eventbus.postgres.connecting import connect, conninfo
+from eventbus.postgres.link import describe, unreachable
 
 _NAME = "listener"
-_LONGEST_BACKOFF = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,34 +37,41 @@ class Ears:
 class Listener:
     """Listens until it is cancelled, and comes back by itself after every lost connection."""
 
-    def __init__(self, dsn: str, schema: str, outage: Outage, ears: Ears) -> None:
-        self._dsn = dsn
+    def __init__(self, dsn: str, schema: str, breaker: Breaker, ears: Ears) -> None:
+        self._target = conninfo(dsn, _NAME)
         self._relay_channel = f"{schema}.relay"
         self._work_channel = f"{schema}.work"
-        self._outage = outage
+        self._breaker = breaker
+        self._backoff = Backoff()
+        """Of connections that stood."""
         self._ears = ears
 
     async def run(self) -> None:
-        """Listen; back-off between attempts doubles from 0.1 s to 5 s."""
-        failures = 0
+        """Listen; the back-off after what fails on a connection doubles from 0.1 s to 5 s."""
         while True:
+            connection = None
             try:
-                async with await psycopg.AsyncConnection.connect(
-                    conninfo(self._dsn, _NAME), autocommit=True
-                ) as connection:
+                connection = await connect(await self._breaker.turn(), self._target)
+                async with connection:
                     await self._listen(connection)
-                    failures = 0
+                    self._backoff.failures = 0
                     await self._hear(connection)
             except psycopg.Error as error:
                 self._ears.listening(False)
-                self._outage.began(_NAME, describe(error, "LISTEN"))
-                failures += 1
-                await asyncio.sleep(min(_LONGEST_BACKOFF, 0.1 * 2 ** min(failures, 10)))
+                self._breaker.outage.began(_NAME, describe(error, "LISTEN"))
+                if connection is not None:
+                    await self._lost(error)
+
+    async def _lost(self, error: psycopg.Error) -> None:
+        if unreachable(error):
+            self._breaker.broke()
+        self._backoff.failures += 1
+        await asyncio.sleep(self._backoff.pause())
 
     async def _listen(self, connection: psycopg.AsyncConnection) -> None:
         for channel in (self._relay_channel, self._work_channel):
             await connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
-        self._outage.ended(_NAME)
+        self._breaker.outage.ended(_NAME)
         self._ears.listening(True)
         self._ears.published()  # whatever was said before we could hear it
         self._ears.fed(None)

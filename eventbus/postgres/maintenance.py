@@ -10,11 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import psycopg
 
-from eventbus.postgres.link import SESSION, conninfo, describe
+from eventbus.postgres.breaker import Breaker
+from eventbus.postgres.connecting import connect, conninfo
+from eventbus.postgres.link import describe
 from eventbus.postgres.statements import Statements
 from eventbus.settings import Settings
 
@@ -30,22 +32,25 @@ _LEISURE: Final = 30.0
 class Maintenance:
     """The clean-up of one worker. ``random`` returns numbers from 0 to 1: workers that start together drift apart."""
 
-    def __init__(self, settings: Settings, calls: Statements, random: Callable[[], float]) -> None:
+    def __init__(self, settings: Settings, calls: Statements, breaker: Breaker, random: Callable[[], float]) -> None:
         assert settings.dsn is not None
-        self._dsn = settings.dsn
+        self._target = conninfo(settings.dsn, _NAME)
+        self._breaker = breaker
         self._retention = settings.processed_retention
         self._purge = calls["purge_executions"]
         self._random = random
         self._failing = False
+        self._length = 0.0
+        """Seconds that the last round worked."""
 
     async def run(self) -> None:
         """Clean up again and again, until cancelled."""
         pause = _EVERY
         while True:
             await asyncio.sleep(pause * (0.5 + self._random()))
-            began = time.monotonic()
+            self._length = 0.0
             await self._attempt()
-            pause = max(_EVERY, _LEISURE * (time.monotonic() - began))
+            pause = max(_EVERY, _LEISURE * self._length)
 
     async def _attempt(self) -> None:
         try:
@@ -62,14 +67,23 @@ class Maintenance:
             log.debug("removed %d completed executions", removed, extra={"removed": removed})
 
     async def clean_up(self) -> int:
-        """One round: everything that is old enough now. How many rows; raises :class:`psycopg.Error`."""
+        """One round: everything that is old enough now. How many rows; raises :class:`psycopg.Error`.
+
+        While the database is away it waits for a turn to connect.
+        """
+        connection = await connect(await self._breaker.turn(), self._target)
+        began = time.monotonic()
+        try:
+            async with connection:
+                return await self._purge_all(connection)
+        finally:
+            self._length = time.monotonic() - began
+
+    async def _purge_all(self, connection: psycopg.AsyncConnection[Any]) -> int:
         removed = 0
-        connection = await psycopg.AsyncConnection.connect(conninfo(self._dsn, _NAME), autocommit=True)
-        async with connection:
-            await connection.execute(SESSION)
-            while True:
-                cursor = await connection.execute(self._purge, (self._retention, _BATCH))
-                [(count,)] = await cursor.fetchall()
-                removed += count or 0
-                if count != _BATCH:  # null: another worker is at it
-                    return removed
+        while True:
+            cursor = await connection.execute(self._purge, (self._retention, _BATCH))
+            [(count,)] = await cursor.fetchall()
+            removed += count or 0
+            if count != _BATCH:  # null: another worker is at it
+                return removed

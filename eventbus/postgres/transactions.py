@@ -18,12 +18,13 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from eventbus.consuming.boundary import Results
-from eventbus.postgres.link import SESSION, Outage, conninfo
+from eventbus.postgres.breaker import Breaker
+from eventbus.postgres.connecting import SESSION, connect, connect_blocking, conninfo
+from eventbus.postgres.opening import Opening
 from eventbus.postgres.sessions import Sessions, end, refresh
 from eventbus.postgres.statements import Statements
 from eventbus.postgres.tries import (
     Losses,
-    Opening,
     Patience,
     Tries,
     Unit,
@@ -42,13 +43,13 @@ Bind = Callable[[Any], AbstractContextManager[None]]
 class Transactions:
     """Implements :class:`eventbus.consuming.boundary.Boundary` for one queue, on connections of its own."""
 
-    def __init__(self, dsn: str, statements: Statements, bind: Bind, patience: Patience, outage: Outage) -> None:
-        self._conninfo = conninfo(dsn, "handler")
+    def __init__(self, dsn: str, statements: Statements, bind: Bind, patience: Patience, breaker: Breaker) -> None:
+        self._target = conninfo(dsn, "handler")
         self._statements = statements
         self._clean = (statements.text("clean") % {"session": SESSION.decode()}).encode()
         self._bind = bind
         self._patience = patience
-        self._outage = outage
+        self._breaker = breaker
         self._losses = Losses()
         self._plain: Sessions[psycopg.Connection[Any]] = Sessions()
         self._async: Sessions[psycopg.AsyncConnection[Any]] = Sessions()
@@ -98,10 +99,10 @@ class Transactions:
         """Close all connections, those of handlers that still run when they end."""
         self._plain.close()
         self._async.close()
-        self._outage.ended(link_of(self._patience))
+        self._breaker.outage.ended(link_of(self._patience))
 
     def _tries(self, deliveries: Sequence[Delivery]) -> Tries:
-        return Tries(deliveries, self._statements, self._patience, self._outage, self._losses)
+        return Tries(deliveries, self._statements, self._patience, self._breaker, self._losses)
 
     def _within(self, session: psycopg.Connection[Any], unit: Unit, attempt: Callable[[Any], Results]) -> Results:
         with session.transaction() as transaction:
@@ -147,18 +148,19 @@ class Transactions:
 
     def _open(self) -> psycopg.Connection[Any]:
         """A clean session; raises :class:`Postponed` when none can be had for a while."""
-        opening = Opening(self._patience, self._outage)
+        opening = Opening(self._patience, self._breaker)
         while True:
             session = self._plain.take()
             fresh = session is None
             try:
                 if session is None:
-                    session = psycopg.connect(self._conninfo, autocommit=True)
+                    turn = self._breaker.turn_blocking(opening.left())
+                    session = connect_blocking(turn, self._target)
                 _execute(session, self._clean)
             except BaseException as error:
                 if session is not None:
                     end(session)
-                pause = opening.failed(error, fresh=fresh)
+                pause = opening.failed(error, session, fresh=fresh)
                 if pause is None:
                     raise
             else:
@@ -169,18 +171,18 @@ class Transactions:
 
     async def _open_async(self) -> psycopg.AsyncConnection[Any]:
         """The same for tasks."""
-        opening = Opening(self._patience, self._outage)
+        opening = Opening(self._patience, self._breaker)
         while True:
             session = self._async.take()
             fresh = session is None
             try:
                 if session is None:
-                    session = await psycopg.AsyncConnection.connect(self._conninfo, autocommit=True)
+                    session = await connect(await self._breaker.turn(opening.left()), self._target)
                 await _execute_async(session, self._clean)
             except BaseException as error:
                 if session is not None:
                     end(session)
-                pause = opening.failed(error, fresh=fresh)
+                pause = opening.failed(error, session, fresh=fresh)
                 if pause is None:
                     raise
             else:

@@ -23,7 +23,8 @@ from psycopg.pq import PipelineStatus, TransactionStatus
 from eventbus.consuming.boundary import Postponed, Results
 from eventbus.consuming.tenure import Tenure
 from eventbus.errors import EventBusError
-from eventbus.postgres.link import Outage, describe
+from eventbus.postgres.breaker import Breaker
+from eventbus.postgres.link import describe
 from eventbus.postgres.statements import Statements
 from eventbus.transport import Delivery, Discard, Done
 
@@ -32,7 +33,6 @@ log = logging.getLogger("eventbus")
 Session = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 
 _MOST_TRIES: Final = 4
-_OPENING_SECONDS: Final = 5.0
 _LOSSES_FORGIVEN: Final = 2
 """How often one event may lose its connection before that counts as its own fault."""
 _LOSSES_REMEMBERED: Final = 1_000
@@ -127,12 +127,17 @@ class Tries:
     """All tries of one call."""
 
     def __init__(
-        self, deliveries: Sequence[Delivery], statements: Statements, patience: Patience, outage: Outage, losses: Losses
+        self,
+        deliveries: Sequence[Delivery],
+        statements: Statements,
+        patience: Patience,
+        breaker: Breaker,
+        losses: Losses,
     ) -> None:
         self._deliveries = deliveries
         self._statements = statements
         self._patience = patience
-        self._outage = outage
+        self._breaker = breaker
         self._losses = losses
         self._made = 0
 
@@ -151,7 +156,7 @@ class Tries:
         if _is_lost(session, error, state):
             if unit.step == "handler" and self._losses.count(self._deliveries) > _LOSSES_FORGIVEN:
                 return None  # whatever this event makes the server do, it does it each time
-            self._report_loss(unit, error)
+            self._report_loss(unit, session, error)
             session.pgconn.finish()
             raise Postponed("the connection was lost", delay=1.0) from error
         if state in ("40001", "40P01"):
@@ -184,41 +189,14 @@ class Tries:
             raise Postponed("it conflicts with other transactions", delay=self._jitter(1.0)) from error
         return self._jitter(0.02 * 2.0**self._made)
 
-    def _report_loss(self, unit: Unit, error: Exception) -> None:
+    def _report_loss(self, unit: Unit, session: Session, error: Exception) -> None:
         problem = describe(error, unit.step) if isinstance(error, psycopg.Error) else "a handler's connection was lost"
-        self._outage.began(link_of(self._patience), problem, unit.since)
+        if session.broken:
+            self._breaker.broke(unit.since)
+        self._breaker.outage.began(link_of(self._patience), problem, unit.since)
 
     def _jitter(self, most: float) -> float:
         return most * (0.5 + self._patience.random() / 2)
-
-
-class Opening:
-    """The search for a session that works, for a few seconds."""
-
-    def __init__(self, patience: Patience, outage: Outage) -> None:
-        self._patience = patience
-        self._outage = outage
-        self._until = time.monotonic() + _OPENING_SECONDS
-        self._pause = 0.1
-
-    def failed(self, error: BaseException, *, fresh: bool) -> float | None:
-        """Seconds until to look again; None for what is no failure of the database. ``fresh``: it was just made.
-
-        Raises :class:`Postponed` when it has lasted long enough.
-        """
-        if not isinstance(error, psycopg.Error):
-            return None
-        if not fresh:
-            return 0.0  # it broke while nobody used it
-        self._outage.began(link_of(self._patience), describe(error, "connect"))
-        if time.monotonic() > self._until:
-            raise Postponed("the database is away", delay=1.0) from error
-        self._pause = min(1.0, 2 * self._pause)
-        return self._pause * (0.5 + self._patience.random() / 2)
-
-    def worked(self) -> None:
-        """There is one."""
-        self._outage.ended(link_of(self._patience))
 
 
 def link_of(patience: Patience) -> str:

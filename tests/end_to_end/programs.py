@@ -43,14 +43,16 @@ def publish_and_hang(journal: str, settings: Json, topic: str, *, commit: bool) 
 
 def relay(settings: Json) -> None:
     """Be nothing but a relay."""
-    from eventbus.postgres.link import Link, Outage
+    from eventbus.postgres.breaker import Breaker
+    from eventbus.postgres.link import Link
+    from eventbus.postgres.outage import Outage
     from eventbus.postgres.relaying import PostgresRelay
     from eventbus.postgres.statements import Statements
     from eventbus.publishing.relay import Relay
 
     chosen = _settings(settings)
     assert chosen.dsn is not None
-    link = Link(chosen.dsn, "relay", Outage())
+    link = Link(chosen.dsn, "relay", Breaker(Outage()))
     engine = PostgresRelay(link, Statements("engine", chosen.schema_name), resume_after_restore=False)
     one = Relay(engine, batch=chosen.relay_batch, notify=True, fed=lambda _: None, random=random.random)
     asyncio.run(one.run())

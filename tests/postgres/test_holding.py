@@ -9,8 +9,10 @@ import pytest
 
 from eventbus.bus import EventBus
 from eventbus.postgres.admin import resume
+from eventbus.postgres.breaker import Breaker
 from eventbus.postgres.claiming import PostgresConsumer
-from eventbus.postgres.link import Link, Outage
+from eventbus.postgres.link import Link
+from eventbus.postgres.outage import Outage
 from eventbus.postgres.statements import Statements
 from eventbus.postgres.watching import Watching
 from eventbus.settings import load
@@ -31,8 +33,8 @@ async def consumer(dsn: str, conn: psycopg.Connection) -> AsyncIterator[Postgres
         bus.outbox.publish_event("t", {}, key=key, conn=conn, autocommit=True)
     conn.execute("SELECT eventbus.resolve_topics(bindings_version, '{\"t\": [1]}') FROM eventbus.bus")
     conn.execute("SELECT eventbus.tick(100)")
-    outage = Outage()
-    links = Link(dsn, "claim", outage), Link(dsn, "settle", outage)
+    breaker = Breaker(Outage())
+    links = Link(dsn, "claim", breaker), Link(dsn, "settle", breaker)
     calls = Statements("engine", "eventbus")
     one = PostgresConsumer(*links, calls, Watching(links[1], calls))
     one.names, one.kinds = {1: "keys"}, {1: "ordered"}

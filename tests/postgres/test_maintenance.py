@@ -9,14 +9,16 @@ from collections.abc import Callable
 import psycopg
 import pytest
 
+from eventbus.postgres.breaker import Breaker
 from eventbus.postgres.maintenance import Maintenance
+from eventbus.postgres.outage import Outage
 from eventbus.postgres.statements import Statements
 from eventbus.settings import Settings
 
 
 def maintenance(dsn: str, retention: float = 3600.0) -> Maintenance:
     settings = Settings(dsn=dsn, processed_retention=retention)
-    return Maintenance(settings, Statements("engine", "eventbus"), lambda: 0.5)
+    return Maintenance(settings, Statements("engine", "eventbus"), Breaker(Outage()), lambda: 0.5)
 
 
 def remember(conn: psycopg.Connection, count: int, age: str) -> None:
