@@ -59,8 +59,9 @@ class Cluster:
         self.options: dict[str, object] = FAST | options
         self.folder = Path(tempfile.mkdtemp(prefix="eventbus-test-"))
         self.folder.chmod(0o755)
-        self._owner = (self.folder / "owner").open("w")
+        self._owner = (self.folder / "owner.new").open("w")
         fcntl.flock(self._owner, fcntl.LOCK_EX)
+        (self.folder / "owner.new").rename(self.folder / "owner")  # nobody ever sees it without the lock
         self.data = self.folder / "data"
         self.log = self.folder / "log"
         self._account = Account.for_data(self.data)
@@ -176,7 +177,7 @@ class Server:
 def remove_abandoned_clusters() -> None:
     """Kill and delete the clusters of test runs that were killed; the lock on ``owner`` tells whose run lives."""
     for owner in Path(tempfile.gettempdir()).glob("eventbus-test-*/owner"):
-        with suppress(OSError), owner.open("w") as lock:
+        with suppress(OSError), owner.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _kill_server(owner.parent)
             shutil.rmtree(owner.parent, ignore_errors=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
+import uuid
 from pathlib import Path
+from typing import Any
 
 import psutil
 import psycopg
@@ -12,6 +15,7 @@ import pytest
 
 from tests.fixtures import NewCluster
 from tests.servers import PREFIX, Cluster, Server, installed, remove_abandoned_clusters
+from tests.waiting import wait_until
 
 
 def databases(server: Server) -> set[str]:
@@ -41,11 +45,12 @@ def test_a_test_that_forgets_a_connection_leaves_no_database(server: Server, run
 
 def test_a_run_drops_what_a_killed_run_left_and_nothing_of_a_run_that_lives(server: Server) -> None:
     with server.run("living"), server.database("living") as of_the_living:
+        of_the_killed = f"{PREFIX}{uuid.uuid4().hex}"
         with psycopg.connect(server.admin_dsn, autocommit=True) as admin:
-            admin.execute(f"CREATE DATABASE {PREFIX}killed_1")
+            admin.execute(f"CREATE DATABASE {of_the_killed}")
         with server.run("next"):
             assert of_the_living in databases(server)
-            assert f"{PREFIX}killed_1" not in databases(server)
+            assert of_the_killed not in databases(server)
 
 
 def test_the_schema_of_a_test_database_is_installed_and_new(conn: psycopg.Connection) -> None:
@@ -95,16 +100,35 @@ def test_a_cluster_leaves_neither_a_process_nor_a_file() -> None:
 def test_a_run_removes_the_clusters_of_a_killed_run_and_none_of_a_run_that_lives(owned_cluster: Cluster) -> None:
     code = (
         "import os, signal; from tests.servers import Cluster, installed\n"
-        "cluster = Cluster(installed(18)); cluster.start(); print(cluster.folder, flush=True)\n"
+        "cluster = Cluster(installed(18)); cluster.start()\n"
+        "print(cluster.folder, (cluster.data / 'postmaster.pid').read_text().split()[0], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.PIPE, text=True)
-    folder = Path(killed.stdout.strip())
-    postmaster = int((folder / "data" / "postmaster.pid").read_text().split()[0])
+    folder, postmaster = killed.stdout.split()
     remove_abandoned_clusters()
-    assert not folder.exists()
-    assert not _runs(postmaster)
+    wait_until(lambda: not Path(folder).exists() and not _runs(int(postmaster)))  # another run may be at it just now
     psycopg.connect(owned_cluster.dsn()).close()
+
+
+def test_a_run_does_not_take_a_cluster_that_another_one_is_making_for_an_abandoned_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    programs = installed(18)
+    assert programs is not None
+    lock = fcntl.flock
+
+    def lock_after_a_clean_up(*arguments: Any) -> None:
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(fcntl, "flock", lock)
+            remove_abandoned_clusters()
+        lock(*arguments)
+
+    with monkeypatch.context() as here:
+        here.setattr(fcntl, "flock", lock_after_a_clean_up)
+        cluster = Cluster(programs)
+    assert cluster.data.exists()
+    cluster.remove()
 
 
 def test_a_dump_of_the_older_version_can_be_restored_by_the_newer(new_cluster: NewCluster, tmp_path: Path) -> None:
