@@ -67,6 +67,8 @@ class Failure:
     """What becomes of it unless a plugin postpones it."""
     probe: bool
     """It was the one event that tried a paused queue."""
+    started_at: float = 0.0
+    """When the handler was called, in ``time.monotonic()`` seconds; of a batch, the whole call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,10 @@ class Settled(Protocol):
     @property
     def has_failures(self) -> bool:
         """Whether there is a retry or a dead letter among them; cheap."""
+
+    @property
+    def has_probe(self) -> bool:
+        """Whether one of them tried a paused queue; cheap."""
 
 
 @dataclass(frozen=True, slots=True)

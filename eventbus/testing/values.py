@@ -44,6 +44,11 @@ class SettledResults:
         """Whether there is a retry or a dead letter among them."""
         return any(result.outcome in ("retry", "dead") for result in self.results)
 
+    @property
+    def has_probe(self) -> bool:
+        """Whether one of them tried a paused queue."""
+        return any(result.probe for result in self.results)
+
 
 def new_event(
     topic: str = "bench.happened",
@@ -96,9 +101,10 @@ def new_failure(
     queue: str = QUEUE,
     outcome: Literal["retry", "dead"] = "retry",
     probe: bool = False,
+    started_at: float = 1.0,
 ) -> Failure:
     """A call that failed with ``error``; None: its handler returned :class:`~eventbus.Retry`."""
-    return Failure(queue, event or new_event(queue=queue), error, outcome, probe)
+    return Failure(queue, event or new_event(queue=queue), error, outcome, probe, started_at)
 
 
 def new_result(
