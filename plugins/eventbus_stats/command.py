@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 import time
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Annotated, Final
 
@@ -17,7 +19,7 @@ from eventbus_stats.report import Report, look, names
 
 _EVERY: Final = 2.0
 _NAMES_SHOWN: Final = 20
-_FROM_THE_TOP: Final = "\x1b[H\x1b[J"
+_CLEAR: Final = "\x1b[2J\x1b[H"
 
 
 def stats(
@@ -31,30 +33,32 @@ def stats(
         bool, typer.Option("--watch", help="show it anew every 2 seconds until Ctrl-C", show_default=False)
     ] = False,
 ) -> None:
-    """Show how much each queue handles, what fails, how long handlers take and how long events wait.
+    """Show how much each queue handles, what fails, how long handlers run and how long events wait for them.
 
-    The busiest queue comes first, then the slowest handler. Now is since the beginning of the last minute, mean is over
-    the whole period. Failed are calls of the handler, with their share of all calls. Waiting is from the publisher's
-    INSERT to the first call of the handler. Figures are some seconds old: workers write them every 5 seconds.
+    The busiest queue comes first, and in the second table the slowest handler. Now is since the beginning of the minute
+    before this one, mean is over the whole period. Failed are calls of the handler, with their share of all calls. Run
+    is the time that the handler took, wait the time from the publisher's INSERT to the handler's first call. Workers
+    write what they did every 5 seconds.
     """
     with session(invocation) as current:
         if queue is not None:
             _require(current, queue)
-        try:
-            _show(invocation, current, queue, since)
+        with suppress(KeyboardInterrupt) if watch else nullcontext():
+            _show(invocation, _report(current, queue, since))
             while watch:
                 time.sleep(_EVERY)
+                report = _report(current, queue, since)
                 _begin_anew(as_json=invocation.screen.as_json)
-                _show(invocation, current, queue, since)
-        except KeyboardInterrupt:
-            if not watch:
-                raise
+                _show(invocation, report)
 
 
-def _show(invocation: Invocation, current: Session, queue: str | None, since: str) -> None:
+def _report(current: Session, queue: str | None, since: str) -> Report:
     moment = period(since, None).since
     assert moment is not None
-    report = look(current.connection, current.schema, moment, queue)
+    return look(current.connection, current.schema, moment, queue)
+
+
+def _show(invocation: Invocation, report: Report) -> None:
     screen = invocation.screen
     if screen.as_json:
         screen.json(report)
@@ -71,7 +75,8 @@ def _draw(invocation: Invocation, report: Report, width: int) -> None:
     if not report.queues:
         return
     screen = invocation.screen
-    screen.line(headline(report), "bold")
+    for line in textwrap.wrap(headline(report), width):
+        screen.line(line, "bold")
     screen.line()
     screen.table(*speeds(report, width, charts=_can_show(LEVELS)))
     for columns, rows in (delays(report, width), others(report)):
@@ -81,8 +86,8 @@ def _draw(invocation: Invocation, report: Report, width: int) -> None:
 
 
 def _begin_anew(*, as_json: bool) -> None:
-    """Clear the terminal; in a pipe an empty line separates what comes from what was."""
-    sys.stdout.write(_FROM_THE_TOP if sys.stdout.isatty() and not as_json else "\n")
+    """Clear the terminal; in a pipe an empty line separates what comes from what was there before."""
+    sys.stdout.write(_CLEAR if sys.stdout.isatty() and not as_json else "\n")
 
 
 def why_empty(report: Report) -> str:

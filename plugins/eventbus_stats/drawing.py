@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -12,7 +13,8 @@ LEVELS: Final = "▁▂▃▄▅▆▇█"
 _IDLE: Final = "·"
 _GAP: Final = 3
 _NARROWEST_CHART: Final = 8
-_ROOM_FOR_LONGEST: Final = 100
+_WIDE: Final = 100
+"""Columns of a terminal that has room for what matters less."""
 _PARTLY: Final = 10.0
 """Seconds of a step that has only begun, at least, so that its first event is no peak."""
 
@@ -48,7 +50,7 @@ def speeds(report: Report, width: int, *, charts: bool) -> Table:
         Column("queue", "cyan"),
         Column("handled", right=True, narrow=True),
         Column("now/s", right=True, narrow=True),
-        Column("mean/s", right=True, narrow=True),
+        *([Column("mean/s", right=True, narrow=True)] if width >= _WIDE else []),
         Column("failed", "yellow", right=True, narrow=True),
     ]
     rows = [
@@ -56,8 +58,8 @@ def speeds(report: Report, width: int, *, charts: bool) -> Table:
             each.queue,
             f"{each.counts.handled:,}",
             rate(each.per_second_now),
-            rate(each.per_second),
-            f"{each.counts.failed:,} ({share(each.error_rate)})" if each.counts.failed else "0",
+            *([rate(each.per_second)] if width >= _WIDE else []),
+            f"{each.counts.failed:,} {share(each.error_rate)}" if each.counts.failed else "0",
         ]
         for each in report.queues
     ]
@@ -65,7 +67,7 @@ def speeds(report: Report, width: int, *, charts: bool) -> Table:
         return columns, rows
     room = max(_NARROWEST_CHART, width - _width(columns, rows) - _GAP)
     drawn = [chart(_speeds_of(each, report), room) for each in report.queues]
-    title = f"{length_of(report.step_seconds * _merged(len(report.queues[0].chart), room))} each"
+    title = f"per {length_of(report.step_seconds * _merged(len(report.queues[0].chart), room))}"
     return [*columns, Column(title, "green", narrow=True)], [
         [*row, line] for row, line in zip(rows, drawn, strict=True)
     ]
@@ -73,12 +75,12 @@ def speeds(report: Report, width: int, *, charts: bool) -> Table:
 
 def delays(report: Report, width: int) -> Table:
     """How long handlers take and events wait, the slowest handler first; empty if none was called."""
-    longest = width >= _ROOM_FOR_LONGEST
+    longest = width >= _WIDE
     kinds = ["p50", "p95", "p99", *(["longest"] if longest else [])]
     columns = [Column("queue", "cyan")]
     columns += [
         Column(f"{what} {kind}" if kind == "p50" else kind, right=True, narrow=True)
-        for what in ("handler", "waiting")
+        for what in ("run", "wait")
         for kind in kinds
     ]
     slowest = sorted(
@@ -97,15 +99,17 @@ def others(report: Report) -> Table:
         Column("queue", "cyan"),
         *(Column(title, style, right=True, narrow=True) for _, title, style in shown),
     ]
-    rows = [[each.queue, *(f"{getattr(each.counts, field):,}" for field, _, _ in shown)] for each in report.queues]
-    return columns, [row for row in rows if any(cell != "0" for cell in row[1:])]
+    rows = [
+        [each.queue, *(_unless_zero(getattr(each.counts, field)) for field, _, _ in shown)] for each in report.queues
+    ]
+    return columns, [row for row in rows if any(row[1:])]
 
 
 def everything(report: Report) -> Table:
     """One table for a pipe: all columns, no chart."""
     titles = ["queue", "published", "handled", "now/s", "mean/s", "failed", "error rate"]
     titles += [title for _, title, _ in _OTHERS]
-    titles += [f"{what} {kind}" for what in ("handler", "waiting") for kind in ("p50", "p95", "p99", "longest")]
+    titles += [f"{what} {kind}" for what in ("run", "wait") for kind in ("p50", "p95", "p99", "longest")]
     return [Column(title) for title in titles], [_everything(each) for each in report.queues]
 
 
@@ -126,8 +130,7 @@ def chart(values: Sequence[float], width: int) -> str:
     heights = [sum(part) / len(part) for part in _parts(values, merged)]
     highest = max(heights, default=0.0)
     return "".join(
-        _IDLE if height <= 0 else LEVELS[min(len(LEVELS) - 1, int(height / highest * len(LEVELS)))]
-        for height in heights
+        _IDLE if height <= 0 else LEVELS[max(0, math.ceil(height / highest * len(LEVELS)) - 1)] for height in heights
     )
 
 
@@ -143,7 +146,7 @@ def share(part: float | None) -> str:
     """As percent."""
     if part is None:
         return ""
-    return "<0.1%" if 0 < part < 0.001 else f"{part * 100:.3g}%"
+    return "<0.1%" if 0 < part < 0.001 else f"{part:.1%}"
 
 
 def length_of(seconds: float | None) -> str:
@@ -160,6 +163,10 @@ def _digits(number: float) -> str:
     return f"{number:.1f}".removesuffix(".0") if number < 9.95 else f"{number:.0f}"
 
 
+def _unless_zero(number: int) -> str:
+    return f"{number:,}" if number else ""
+
+
 def _times(times: Times | None, *, longest: bool) -> list[str]:
     if times is None:
         return [""] * (4 if longest else 3)
@@ -174,7 +181,7 @@ def _speeds_of(each: QueueReport, report: Report) -> list[float]:
 
 
 def _merged(values: int, width: int) -> int:
-    return -(-values // width)
+    return max(1, -(-values // width))
 
 
 def _parts(values: Sequence[float], size: int) -> list[Sequence[float]]:

@@ -72,4 +72,4 @@ def _within(bucket: int, part: float, longest: float) -> float:
     if bucket == 0:
         return top * part
     bottom = BOUNDS[bucket - 1]
-    return min(top, bottom * float(top / bottom) ** part)
+    return min(top, bottom * math.pow(top / bottom, part))

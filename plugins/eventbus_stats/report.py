@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import psycopg
 
 MOST_STEPS: Final = 60
-"""The chart of a queue has at most so many steps, of whole minutes."""
+"""The chart of a queue has at most so many whole steps, each of whole minutes, and the one that has begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,8 @@ def names(connection: psycopg.Connection, schema: str) -> list[str]:
 
 def step_of(since: datetime, until: datetime) -> int:
     """The length of the steps of the charts, in seconds."""
-    return 60 * max(1, math.ceil((until - since) / timedelta(minutes=MOST_STEPS)))
+    minutes = (until - since) // timedelta(minutes=1)
+    return 60 * max(1, math.ceil(minutes / MOST_STEPS))
 
 
 def recent_of(now: datetime) -> datetime:

@@ -64,21 +64,22 @@ def test_percentiles_come_from_the_buckets_and_the_mean_from_the_sum() -> None:
     times = queue.handler
     assert times is not None
     assert times.p50 == pytest.approx(0.001, rel=0.42)
-    assert (times.p95, times.p99) == (pytest.approx(0.1, rel=0.42), pytest.approx(0.1, rel=0.42))
-    assert (times.count, times.mean, times.longest) == (100, pytest.approx(0.0299), 2.0)
+    assert [times.p95, times.p99] == pytest.approx([0.1, 0.1], rel=0.42)
+    assert times.mean == pytest.approx(0.0299)
+    assert (times.count, times.longest) == (100, 2.0)
     assert queue.waiting is None
 
 
 def test_charts_have_at_most_sixty_steps_and_begin_with_the_period() -> None:
     assert step_of(NOW - HOUR, NOW) == 60
-    assert step_of(NOW - HOUR, NOW + timedelta(seconds=1)) == 120
+    assert step_of(NOW - HOUR, NOW + timedelta(seconds=59)) == 60
+    assert step_of(NOW - HOUR, NOW + timedelta(seconds=60)) == 120
     assert step_of(NOW, NOW) == 60
     assert step_of(NOW - timedelta(days=30), NOW) == 43_200
     report = of(row(handled=9, steps={"0": 4, "59": 3, "60": 2}), since=datetime(2030, 1, 1, 11, 30, tzinfo=UTC))
     [queue] = report.queues
-    assert report.step_seconds == 120
-    assert sum(queue.chart) == 9
-    assert len(queue.chart) == 31
+    assert report.step_seconds == 60
+    assert queue.chart == [4, *[0] * 58, 3, 2]
 
 
 def test_the_total_adds_up_all_queues() -> None:
@@ -106,7 +107,8 @@ def test_what_is_asked_for_is_what_is_added_up(table: psycopg.Connection) -> Non
     assert (ledger.counts.handled, ledger.counts.failed, ledger.counts.dead) == (37, 1, 0)
     assert (mails.counts.handled, mails.counts.published) == (1, 2)
     assert ledger.handler is not None
-    assert (ledger.handler.count, ledger.handler.longest, ledger.handler.mean) == (8, 0.4, pytest.approx(3 / 8))
+    assert ledger.handler.mean == pytest.approx(3 / 8)
+    assert (ledger.handler.count, ledger.handler.longest) == (8, 0.4)
     assert ledger.waiting is not None
     assert (ledger.waiting.count, ledger.waiting.longest) == (4, 0.2)
     assert sum(ledger.chart) == 37
