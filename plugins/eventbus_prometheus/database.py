@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -72,7 +72,7 @@ class Database:
             self._thread.start()
             self._thread.join(self._timeout)
         closed = reading.closed()
-        self._report(closed.failures)
+        self._report(closed)
         return closed
 
     def _fill(self, reading: Reading, deadline: float) -> None:
@@ -113,20 +113,16 @@ class Database:
         milliseconds = str(max(1, round(self._statement_timeout * 1000)))
         return text.replace("{schema}", schema).replace("{milliseconds}", milliseconds).encode()
 
-    def _report(self, failures: Mapping[str, str]) -> None:
+    def _report(self, reading: Reading) -> None:
         """One line when sections begin to fail, one when all are well again."""
-        failing = frozenset(failures)
-        if new := failing - self._failing:
-            log.warning(
-                "metrics: no %s: %s", ", ".join(sorted(new)), _reasons([failures[name] for name in sorted(new)])
-            )
+        failing = frozenset(reading.failures)
+        if new := sorted(failing - self._failing):
+            what = f"no {', '.join(new)}" if reading.found else "nothing of the database"
+            reasons = dict.fromkeys(reading.failures[name] for name in new)
+            log.warning("metrics: %s: %s", what, "; ".join(reasons))
         elif self._failing and not failing:
             log.info("metrics: all of the database again")
         self._failing = self._failing | failing if failing else frozenset()
-
-
-def _reasons(reasons: Sequence[str]) -> str:
-    return "; ".join(dict.fromkeys(reasons))
 
 
 def _brief(error: BaseException) -> str:

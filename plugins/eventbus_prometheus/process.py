@@ -11,14 +11,15 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Final, get_args
+from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from eventbus.plugins.values import OutcomeName, Settled
+from eventbus.plugins import Settled
 
-OUTCOMES: Final[Sequence[str]] = get_args(OutcomeName)
+OUTCOMES: Final = ("done", "duplicate", "discarded", "retry", "dead", "released", "deferred", "parked")
+"""What can come of a delivery; each begins at 0."""
 
 
 class Distribution:
