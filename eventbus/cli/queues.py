@@ -1,4 +1,7 @@
-"""``eventbus queues``: what is in them, what blocks them, whether the bus runs; choosing lanes, and dropping one."""
+"""``eventbus queues``: what is in them, what blocks them, whether the bus runs; choosing lanes, and dropping one.
+
+``pausing`` pauses them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from eventbus.cli.options import Commands, Invocation
+from eventbus.cli.pausing import pause, resume
 from eventbus.cli.screen import Column, shown
 from eventbus.cli.session import session
 
@@ -30,6 +34,8 @@ def register(app: typer.Typer) -> None:
     group = Commands(app).group(
         "queues", queues, "eventbus queues", "eventbus queues --blocked", "eventbus queues drop NAME"
     )
+    group.add("pause", pause, "eventbus queues pause receipts --reason 'the mail server is down' --for 10m")
+    group.add("resume", resume, "eventbus queues resume receipts")
     group.add("lanes", lanes, "eventbus queues lanes ledger 64")
     group.add("drop", drop, "eventbus queues drop old-receipts")
 
@@ -46,7 +52,7 @@ def queues(
 
     Parked events wait behind an earlier one of their key. Oldest is how long ago the oldest waiting event was
     published. The line below tells of the bus itself: its workers, committed events that are not relayed yet, and
-    delayed events.
+    delayed events. Below it are the queues that are paused, and why.
     """
     if invocation.subcommand is not None:
         return
@@ -54,21 +60,25 @@ def queues(
         show_blocked(invocation, limit)
         return
     from eventbus.postgres import admin
+    from eventbus.postgres.pausing import pauses
 
     with session(invocation) as current:
         status = admin.status(current.connection, current.schema)
         found = admin.queues(current.connection, current.schema)
+        paused = pauses(current.connection, current.schema)
         lease = current.settings.lease
     screen = invocation.screen
     if screen.as_json:
         screen.json({"bus": status.bus, "workers": status.workers, "backlog": status.backlog,
-                     "scheduled": status.scheduled, "queues": found})  # fmt: skip
+                     "scheduled": status.scheduled, "queues": found, "pauses": paused})  # fmt: skip
         return
     if found:
         screen.table(_COLUMNS, [_row(queue) for queue in found])
     else:
         screen.line("no queues yet: a consumer makes them when it starts (eventbus consume MODULE)")
     _show_bus(invocation, status, lease)
+    for item in paused:
+        screen.note(f"{item.queue} is {shown(item.words())}")
     for queue in found:
         if queue.filled is not None:
             screen.note(f"{queue.name} still gets what was relayed before it began: {queue.filled:.0%}")

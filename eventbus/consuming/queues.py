@@ -137,6 +137,7 @@ class QueueState:
         if seconds > 0:
             self.release(True)
         self.announce()
+        self.runner.made_room()
 
     def pause(self, pause: Pause, now: float) -> None:
         """The database says that it is paused. What has not started is given back, but for the probe."""

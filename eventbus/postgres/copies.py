@@ -6,6 +6,7 @@ that covers the delivery; then the position of its lane.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -40,6 +41,8 @@ class Around:
     consumers: dict[str, Facts]
     """By queue: the worker that claimed from it last, and how far it is while it is filling."""
     lease: float
+    pauses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By queue: why it is paused, in words."""
 
     @property
     def alive(self) -> int:
@@ -205,7 +208,8 @@ def _blocked(facts: Facts, around: Around) -> tuple[str, ...]:
     last = around.consumers.get(facts["queue"])
     if last is None:
         return ("the queue was dropped",)
-    reasons = stopped(around)
+    paused = around.pauses.get(facts["queue"], ())
+    reasons = (*stopped(around), *(f"the queue is {words}" for words in paused))
     if reasons or (last["worker_state"] == "live" and not around.silent(last["heartbeat_age"])):
         return reasons
     workers = f"{around.alive} worker{'s are' if around.alive > 1 else ' is'} alive"

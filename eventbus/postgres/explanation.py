@@ -15,6 +15,7 @@ from psycopg.rows import dict_row
 
 from eventbus.postgres.admin import COUNTED_UP_TO, Backlog, NotFound, State, Worker, looking, many, one
 from eventbus.postgres.copies import Around, Facts, Standing, duration, no_standing, standing, stopped
+from eventbus.postgres.pausing import paused
 from eventbus.postgres.statements import Statements
 from eventbus.topics import compile_pattern
 
@@ -67,6 +68,7 @@ class _Reader:
         self._cursor = cursor
         self._explain = Statements("explain", schema)
         self._bus = Statements("bus", schema)
+        self._schema = schema
         self._event_id = event_id
 
     def explain(self, lease: float) -> Explanation:
@@ -93,6 +95,7 @@ class _Reader:
             workers=many(self._connection, Worker, self._bus["workers"], {}),
             consumers={row["queue"]: row for row in self._rows("consumers")},
             lease=lease,
+            pauses=paused(self._connection, self._schema),
         )
 
     def _scheduled(self, around: Around) -> Explanation:

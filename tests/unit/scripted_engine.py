@@ -77,6 +77,10 @@ class ScriptedEngine:
         self._gates[call] = asyncio.Event()
         return self._gates[call]
 
+    def hold_reply(self, call: str) -> asyncio.Event:
+        """Let the answers of these calls wait, after they have had their effect; ``claim`` only."""
+        return self.hold(f"{call} reply")
+
     async def called(self, call: str, times: int = 1) -> None:
         """Wait until this was called so often."""
         await self.until(lambda: self.calls[call] >= times)
@@ -111,6 +115,8 @@ class ScriptedEngine:
         }
         paused = self._told_of_pauses(rooms, claimed, probed)
         more = frozenset(queue_id for queue_id, room in rooms.items() if self.fresh[queue_id] and room)
+        if "claim reply" in self._gates:
+            await self._gates["claim reply"].wait()
         return Claimed(claimed, more - paused.keys(), paused=paused, probing=frozenset(probing - probed))
 
     def _probing(self, rooms: Mapping[int, int]) -> set[int]:
