@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 import psycopg
@@ -16,9 +17,9 @@ from eventbus.postgres.statements import Statements
 from eventbus.settings import Settings
 
 
-def maintenance(dsn: str, retention: float = 3600.0) -> Maintenance:
+def maintenance(dsn: str, retention: float = 3600.0, breaker: Breaker | None = None) -> Maintenance:
     settings = Settings(dsn=dsn, processed_retention=retention)
-    return Maintenance(settings, Statements("engine", "eventbus"), Breaker(Outage()), lambda: 0.5)
+    return Maintenance(settings, Statements("engine", "eventbus"), breaker or Breaker(Outage()), lambda: 0.5)
 
 
 def remember(conn: psycopg.Connection, count: int, age: str) -> None:
@@ -95,3 +96,25 @@ async def test_a_clean_up_that_fails_is_one_line_in_the_log_and_tried_again(
     failed, works = caplog.messages
     assert failed.startswith("clean-up failed, and is tried again every minute: function eventbus.purge_executions")
     assert works == "clean-up works again"
+
+
+async def test_clean_up_waits_for_a_database_that_is_away_without_a_word_and_rests_no_longer_for_it(
+    conn: psycopg.Connection, dsn: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("eventbus.postgres.maintenance._EVERY", 0.01)
+    breaker = Breaker(Outage())
+    breaker.broke()
+    probe = await breaker.turn()
+    remember(conn, 10, "2 hours")
+    task = asyncio.create_task(maintenance(dsn, breaker=breaker).run())
+    began = time.monotonic()
+    await until(lambda: time.monotonic() - began > 1)  # thirty times that would be half a minute
+    assert remembered(conn) == 10
+    with probe:
+        pass
+    for _ in range(2):
+        await until(lambda: not remembered(conn))
+        remember(conn, 10, "2 hours")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert caplog.text == ""
