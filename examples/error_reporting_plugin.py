@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ImportString
@@ -18,7 +17,7 @@ class ErrorReporting:
 
         model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-        capture: ImportString[Callable[..., Any]] = Field(
+        capture: ImportString[Any] = Field(
             default="sentry_sdk:capture_exception", description="called as capture(exception, tags={...})"
         )
 

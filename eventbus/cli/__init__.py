@@ -19,6 +19,8 @@ GROUPS: Final = (
     "dead_letters",
     "replaying",
     "looking",
+    "doctor",
+    "plugins",
     "demo",
 )
 """The modules whose ``register(app)`` adds their commands, in the order in which ``--help`` shows them."""

@@ -18,7 +18,7 @@ _UNCALLED: Final = frozenset({"duplicate", "released", "parked"})
 """The outcomes of deliveries whose handler was not called, or did not end."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SettledResults:
     """A group of outcomes, as :class:`~eventbus.plugins.Settled` says."""
 
