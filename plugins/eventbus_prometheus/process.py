@@ -10,6 +10,8 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Final
 
@@ -39,6 +41,12 @@ class Distribution:
         self._count += len(ascending)
         self._sum += sum(ascending)
 
+    def copy(self) -> Distribution:
+        """One that does not change any more."""
+        twin = copy(self)
+        twin._upto = self._upto.copy()  # noqa: SLF001 - it is one of us
+        return twin
+
     @property
     def buckets(self) -> list[tuple[str, float]]:
         """As Prometheus wants them: each with all below it."""
@@ -51,22 +59,40 @@ class Distribution:
         return self._sum
 
 
+@dataclass(slots=True)
+class Totals:
+    """What was added up so far. ``times``: of the handler, and of waiting for it. ``away_since``: monotonic."""
+
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    claimed: Counter[str] = field(default_factory=Counter)
+    relayed: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
+    times: dict[str, tuple[Distribution, Distribution]] = field(default_factory=dict)
+    taken_over: int = 0
+    took_over_from: int = 0
+    outages: int = 0
+    away_seconds: float = 0.0
+    away_since: float | None = None
+
+    def copy(self) -> Totals:
+        """A copy that does not change any more."""
+        return replace(
+            self,
+            outcomes=self.outcomes.copy(),
+            claimed=self.claimed.copy(),
+            relayed=self.relayed.copy(),
+            lost=self.lost.copy(),
+            times={queue: (handling.copy(), waiting.copy()) for queue, (handling, waiting) in self.times.items()},
+        )
+
+
 class Process:
     """Counts and distributions of one process, per queue."""
 
     def __init__(self, handler_bounds: Sequence[float], waiting_bounds: Sequence[float]) -> None:
         self._bounds = (handler_bounds, waiting_bounds)
         self._lock = threading.Lock()
-        self._outcomes: Counter[tuple[str, str]] = Counter()
-        self._claimed: Counter[str] = Counter()
-        self._relayed: Counter[str] = Counter()
-        self._lost: Counter[str] = Counter()
-        self._taken_over = 0
-        self._took_over_from = 0
-        self._times: dict[str, tuple[Distribution, Distribution]] = {}
-        self._outages = 0
-        self._outage_seconds = 0.0
-        self._outage_since: float | None = None
+        self._totals = Totals()
 
     def know(self, queues: Iterable[str]) -> None:
         """These queues are consumed here: their counters begin at 0 before anything happens."""
@@ -74,8 +100,8 @@ class Process:
             for queue in queues:
                 self._times_of(queue)
                 for outcome in OUTCOMES:
-                    self._outcomes[queue, outcome] += 0
-                for counter in (self._claimed, self._lost):
+                    self._totals.outcomes[queue, outcome] += 0
+                for counter in (self._totals.claimed, self._totals.lost):
                     counter[queue] += 0
 
     def settled(self, queue: str, settled: Settled, ahead: float | None) -> None:
@@ -85,7 +111,7 @@ class Process:
         waiting = [] if ahead is None else [_waited(*timing, ahead) for timing in timings]
         with self._lock:
             for outcome, number in settled.counts.items():
-                self._outcomes[queue, outcome] += number
+                self._totals.outcomes[queue, outcome] += number
             handled, waited = self._times_of(queue)
             handled.add(handling)
             waited.add(waiting)
@@ -93,94 +119,92 @@ class Process:
     def claimed(self, queue: str, number: int) -> None:
         """Deliveries were claimed."""
         with self._lock:
-            self._claimed[queue] += number
+            self._totals.claimed[queue] += number
 
     def relayed(self, deliveries: Mapping[str, int]) -> None:
         """Events were moved into queues."""
         with self._lock:
-            self._relayed.update(deliveries)
+            self._totals.relayed.update(deliveries)
 
     def lost(self, queue: str, number: int) -> None:
         """Others took over what this process held."""
         with self._lock:
-            self._lost[queue] += number
+            self._totals.lost[queue] += number
 
     def took_over(self, workers: int, deliveries: int) -> None:
         """This process took over from silent workers."""
         with self._lock:
-            self._took_over_from += workers
-            self._taken_over += deliveries
+            self._totals.took_over_from += workers
+            self._totals.taken_over += deliveries
 
     def outage_began(self) -> None:
         """The database is away."""
         with self._lock:
-            self._outages += 1
-            self._outage_since = time.monotonic()
+            self._totals.outages += 1
+            self._totals.away_since = time.monotonic()
 
     def outage_ended(self, seconds: float) -> None:
         """It is back."""
         with self._lock:
-            self._outage_seconds += seconds
-            self._outage_since = None
+            self._totals.away_seconds += seconds
+            self._totals.away_since = None
 
     def families(self, pools: Mapping[str, tuple[int, int]]) -> Iterator[Metric]:
         """All metrics. ``pools``: per queue how many handlers run, and how many may."""
-        with self._lock:
-            yield _counter(
-                "eventbus_events",
-                "Deliveries whose outcome this process stored.",
-                ("queue", "outcome"),
-                self._outcomes,
-            )
-            yield _counter(
-                "eventbus_claimed_events", "Deliveries that this process claimed.", ("queue",), self._claimed
-            )
-            yield _counter(
-                "eventbus_relayed_events", "Deliveries that this process moved into queues.", ("queue",), self._relayed
-            )
-            yield _counter(
-                "eventbus_lost_events", "Deliveries that others took over from this process.", ("queue",), self._lost
-            )
-            yield CounterMetricFamily(
-                "eventbus_taken_over_events", "Deliveries that this process took over.", self._taken_over
-            )
-            yield CounterMetricFamily(
-                "eventbus_taken_over_workers", "Silent workers that this process took over from.", self._took_over_from
-            )
-            yield from self._histograms()
-            yield from self._outage()
-        yield from _pools(pools)
+        with self._lock:  # the event loop waits for it meanwhile
+            totals = self._totals.copy()
+        return _families(totals, pools)
 
     def _times_of(self, queue: str) -> tuple[Distribution, Distribution]:
-        found = self._times.get(queue)
+        found = self._totals.times.get(queue)
         if found is None:
             handler, waiting = self._bounds
-            found = self._times[queue] = (Distribution(handler), Distribution(waiting))
+            found = self._totals.times[queue] = (Distribution(handler), Distribution(waiting))
         return found
 
-    def _histograms(self) -> Iterator[Metric]:
-        handler = HistogramMetricFamily("eventbus_handler_seconds", "How long handlers took.", labels=("queue",))
-        waiting = HistogramMetricFamily(
-            "eventbus_waiting_seconds", "From an event's INSERT to the start of its handler.", labels=("queue",)
-        )
-        for queue, times in self._times.items():
-            for family, distribution in zip((handler, waiting), times, strict=True):
-                family.add_metric((queue,), distribution.buckets, distribution.sum)
-        yield handler
-        yield waiting
 
-    def _outage(self) -> Iterator[Metric]:
-        lasting = 0.0 if self._outage_since is None else time.monotonic() - self._outage_since
-        away = self._outage_since is not None
-        yield GaugeMetricFamily("eventbus_database_away", "1 while this process cannot work with the database.", away)
-        yield CounterMetricFamily(
-            "eventbus_database_outages", "Outages of the database, for this process.", self._outages
-        )
-        yield CounterMetricFamily(
-            "eventbus_database_away_seconds",
-            "How long the database was away, for this process.",
-            self._outage_seconds + lasting,
-        )
+def _families(totals: Totals, pools: Mapping[str, tuple[int, int]]) -> Iterator[Metric]:
+    yield _counter(
+        "eventbus_events", "Deliveries whose outcome this process stored.", ("queue", "outcome"), totals.outcomes
+    )
+    yield _counter("eventbus_claimed_events", "Deliveries that this process claimed.", ("queue",), totals.claimed)
+    yield _counter(
+        "eventbus_relayed_events", "Deliveries that this process moved into queues.", ("queue",), totals.relayed
+    )
+    yield _counter("eventbus_lost_events", "Deliveries that others took over from here.", ("queue",), totals.lost)
+    yield CounterMetricFamily(
+        "eventbus_taken_over_events", "Deliveries that this process took over.", totals.taken_over
+    )
+    yield CounterMetricFamily(
+        "eventbus_taken_over_workers", "Silent workers that this process took over from.", totals.took_over_from
+    )
+    yield from _histograms(totals.times)
+    yield from _outage(totals)
+    yield from _pools(pools)
+
+
+def _histograms(times: Mapping[str, tuple[Distribution, Distribution]]) -> Iterator[Metric]:
+    handler = HistogramMetricFamily("eventbus_handler_seconds", "How long handlers took.", labels=("queue",))
+    waiting = HistogramMetricFamily(
+        "eventbus_waiting_seconds", "From an event's INSERT to the start of its handler.", labels=("queue",)
+    )
+    for queue, both in times.items():
+        for family, distribution in zip((handler, waiting), both, strict=True):
+            family.add_metric((queue,), distribution.buckets, distribution.sum)
+    yield handler
+    yield waiting
+
+
+def _outage(totals: Totals) -> Iterator[Metric]:
+    lasting = 0.0 if totals.away_since is None else time.monotonic() - totals.away_since
+    away = float(totals.away_since is not None)
+    yield GaugeMetricFamily("eventbus_database_away", "1 while this process cannot work with the database.", away)
+    yield CounterMetricFamily("eventbus_database_outages", "Outages of the database, for this process.", totals.outages)
+    yield CounterMetricFamily(
+        "eventbus_database_away_seconds",
+        "How long the database was away, for this process.",
+        totals.away_seconds + lasting,
+    )
 
 
 def _waited(published: datetime, started: float, _seconds: float, ahead: float) -> float:

@@ -19,11 +19,11 @@ def parsed(text: bytes) -> dict[str, Metric]:
 
 
 def samples(families: Iterable[Metric]) -> Samples:
-    """Each value by the name and the labels' values."""
+    """Each value by the name and the labels' values, these in the order of the labels' names."""
     found: Samples = {}
     for family in families:
         for sample in family.samples:
-            key = (sample.name, *sample.labels.values())
+            key = (sample.name, *(value for _, value in sorted(sample.labels.items())))
             assert key not in found, f"{key} is there twice"
             found[key] = sample.value
     return found
