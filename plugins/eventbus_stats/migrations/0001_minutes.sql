@@ -22,7 +22,8 @@ CREATE TABLE {schema}.stats_minutes (
     seconds_buckets bigint[] NOT NULL DEFAULT '{}',
     waited_buckets bigint[] NOT NULL DEFAULT '{}',
     PRIMARY KEY (minute, queue)
-) WITH (fillfactor = 50);  -- room for the updates of the minute that is being written
+) WITH (  -- rows are updated within their minute only, so what is dead does not grow with the table
+    autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 2000);
 
 -- Two arrays of counters added element by element; the longer one decides the length.
 CREATE FUNCTION {schema}.stats_sum(p_one bigint[], p_other bigint[]) RETURNS bigint[]
