@@ -62,7 +62,8 @@ def _require_name(name: str) -> None:
 
 def _filled(template: str, name: str) -> str:
     text = (resources.files("eventbus.cli") / "plugin_template" / template).read_text(encoding="utf-8")
-    words = {"@name@": name, "@Name@": _class_of(name), "@NAME@": name.upper(), "@version@": version("eventbus")}
+    words = {"@name@": name, "@Name@": _class_of(name), "@NAME@": name.upper(), "@na-me@": name.replace("_", "-")}
+    words["@version@"] = version("eventbus")
     for mark, word in words.items():
         text = text.replace(mark, word)
     return text
