@@ -10,7 +10,6 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Final
@@ -43,8 +42,8 @@ class Distribution:
 
     def copy(self) -> Distribution:
         """One that does not change any more."""
-        twin = copy(self)
-        twin._upto = self._upto.copy()  # noqa: SLF001 - it is one of us
+        twin = Distribution(self._bounds)
+        twin._upto, twin._count, twin._sum = self._upto.copy(), self._count, self._sum
         return twin
 
     @property
