@@ -16,6 +16,7 @@ from opentelemetry.propagators.textmap import (
     default_setter,
 )
 from opentelemetry.trace import (
+    INVALID_SPAN,
     NonRecordingSpan,
     SpanContext,
     TraceFlags,
@@ -69,9 +70,15 @@ def test_without_a_current_trace_the_inherited_one_goes_on() -> None:
     assert headers == {"traceparent": OTHER, "tracestate": "vendor=old"}
 
 
-def test_a_trace_that_the_publisher_names_stays_and_nothing_of_another_is_mixed_in(current: None) -> None:
+@pytest.mark.parametrize("state", [None, [], [("vendor", "current")]], ids=["no trace", "no state", "state"])
+def test_a_trace_that_the_publisher_names_stays_and_nothing_of_another_is_mixed_in(
+    state: list[tuple[str, str]] | None,
+) -> None:
+    here = SpanContext(TRACE, SPAN, is_remote=False, trace_flags=TraceFlags(1), trace_state=TraceState(state))
+    token = attach(set_span_in_context(INVALID_SPAN if state is None else NonRecordingSpan(here)))
     headers = {"traceparent": OTHER, "tracestate": "vendor=inherited"}
     inject({"traceparent": OTHER}, headers)
+    detach(token)
     assert headers == {"traceparent": OTHER}
 
 

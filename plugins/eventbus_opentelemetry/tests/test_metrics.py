@@ -32,6 +32,7 @@ class Group:
     queue: str = "ledger"
     results: Sequence[Result] = ()
     has_failures: bool = False
+    has_probe: bool = False
 
     @property
     def timings(self) -> Sequence[tuple[datetime, float, float]]:

@@ -51,7 +51,8 @@ def test_the_conversation_is_the_correlation_id_that_is_inherited() -> None:
 
 def test_events_that_are_published_together_have_one_span_and_carry_its_context() -> None:
     recording = Recording()
-    headers = recording.publish(OutboxEvent("orders.created"), OutboxEvent("orders.paid"), OutboxEvent("orders.paid"))
+    events = [OutboxEvent(topic, key="Ann", event_id=uuid.uuid4()) for topic in ("orders.created", "orders.paid", "x")]
+    headers = recording.publish(*events)
     span = recording.span("publish")
     assert span.attributes == {
         "messaging.system": "eventbus",
@@ -103,6 +104,15 @@ def test_after_a_publish_the_context_is_as_before_also_if_it_failed() -> None:
         with pytest.raises(ZeroDivisionError), recording.plugin.eventbus_around_publish([OutboxEvent("a")]):
             raise ZeroDivisionError
         assert get_current_span() is request
+
+
+def test_a_span_that_has_ended_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    recording = Recording()
+    recording.publish(OutboxEvent("a", event_id=ID))
+    headers: dict[str, str] = {}
+    recording.plugin.eventbus_amend_headers(OutboxEvent("b", event_id=ID), headers)
+    assert headers == {}
+    assert caplog.text == ""
 
 
 async def test_publishes_that_wait_at_the_same_time_do_not_mix_their_contexts() -> None:
