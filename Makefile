@@ -4,6 +4,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Tests wait more than they compute. Four at once is what the 100 connections of an ordinary PostgreSQL carry.
+WORKERS ?= 4
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 
@@ -11,7 +13,8 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 
 help:
 	@echo "make demo    see the event bus work on real data, in about a minute"
-	@echo "make test    everything that CI runs: make check, then the tests (ARGS='-k topics' are pytest's arguments)"
+	@echo "make test    everything that CI runs: make check, then the tests (ARGS='-k topics' are pytest's arguments,"
+	@echo "             WORKERS=4 how many processes run them; with 0 they run one after the other)"
 	@echo "make check   formatting, lint, types, import layers"
 	@echo "make format  let ruff format the code and fix what it can"
 	@echo "make bench   measure this machine"
@@ -30,7 +33,7 @@ $(INSTALLED): pyproject.toml
 test: $(INSTALLED)
 	@failed=; \
 	$(MAKE) --no-print-directory check || failed=1; \
-	$(BIN)/python -m pytest $(ARGS) || failed=1; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) || failed=1; \
 	test -z "$$failed"
 
 check: $(INSTALLED)
