@@ -145,6 +145,8 @@ COMMANDS = (
     ("publish",),
     ("consume",),
     ("queues",),
+    ("queues", "pause"),
+    ("queues", "resume"),
     ("queues", "lanes"),
     ("queues", "drop"),
     ("dead-letters",),
@@ -753,6 +755,39 @@ def test_keys_that_stand_still_are_shown_with_what_they_wait_for(on: Run, line: 
     assert rows[2][3].endswith("ValueError: no such order")
     assert "eventbus dead-letters redrive NUMBER" in said.err
     assert [item["by"] for item in on("queues", "--blocked", "--json").json] == ["dead letter", "retry"]
+
+
+def test_a_queue_is_paused_and_resumed_and_says_so_wherever_somebody_looks(on: Run, line: Line) -> None:
+    event = line.publish()
+    line.relay()
+    said = on("queues", "pause", "ledger", "--reason", "the bank\nis closed")
+    assert (said.code, said.err) == (0, "")
+    assert re.fullmatch(
+        r"ledger is paused since [-0-9]+ [:0-9]+: the bank is closed; to go on: eventbus queues resume ledger\n",
+        said.out,
+    )
+    assert "ledger is paused since" in on("queues").err
+    [pause] = on("queues", "--json").json["pauses"]
+    assert (pause["queue"], pause["source"], pause["until"]) == ("ledger", "manual", None)
+    assert "the queue is paused since" in on("explain", event).out
+    assert on("queues", "pause", "ledger", "--reason", "x", "--for", "10m", "--json").json["ends_in"] > 590
+    line.one("SELECT eventbus.pause_queue(1, 'breaker', 'five failures', 600, 30)")
+    said = on("queues", "resume", "ledger")
+    assert said.out.startswith("ended: ledger paused since ")
+    assert "still: ledger is paused by breaker since" in said.out
+    assert on("queues", "resume", "ledger").out.startswith("ledger was not paused by hand\nstill: ")
+    assert [item["source"] for item in on("queues", "resume", "ledger", "--all", "--json").json["ended"]] == ["breaker"]
+    assert on("queues", "resume", "ledger", "--all").out == "ledger was not paused\n"
+    assert on("queues", "--json").json["pauses"] == []
+
+
+def test_a_pause_without_a_reason_or_of_a_queue_that_is_not_there_is_refused(on: Run, line: Line) -> None:
+    on("queues", "pause", "ledger").refused(2, "--reason")
+    on("queues", "pause", "ledger", "--reason", " ").refused(2, "--reason", "say why")
+    for wrong in ("soon", "0", "-1s", "9999999d"):
+        on("queues", "pause", "ledger", "--reason", "x", "--for", wrong).refused(2, "--for")
+    on("queues", "pause", "legder", "--reason", "x").refused(1, "no queue 'legder'; known queues: ledger")
+    on("queues", "resume", "legder").refused(1, "no queue 'legder'; known queues: ledger")
 
 
 def test_a_queue_that_still_gets_old_events_says_how_far_it_is(on: Run, line: Line) -> None:

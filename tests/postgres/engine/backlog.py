@@ -51,6 +51,14 @@ def use_everything(session: Engine) -> None:
         session.settle_due(session.claim_due(worker, SMALL), "done")
         session.rows("SELECT {bus}.held(%s, 0)", worker)
         session.fall_asleep()
+        for seconds, probe_seconds in ((600.0, None), (0.0, 600.0), (0.0, 0.001), (600.0, None)):
+            session.pause(SMALL, "tests", seconds, probe_seconds)
+            session.publish_many(1)
+            session.relay()
+            session.claim(worker, SMALL)
+            session.claim_due(worker, SMALL)
+        session.rows("SELECT {bus}.free_probe(%s, 'tests', gen_random_uuid())", SMALL)
+        session.resume(SMALL, "tests")
         session.rows("DELETE FROM {bus}.workers WHERE id = ANY (%s)", [dead, worker])
 
 

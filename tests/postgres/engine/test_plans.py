@@ -97,6 +97,14 @@ def completing(engine: Engine, worker: UUID) -> tuple[object, ...]:
     )
 
 
+def paused(queue: int, seconds: float, probe_seconds: float) -> Callable[[Engine, UUID], tuple[object, ...]]:
+    def prepare(engine: Engine, worker: UUID) -> tuple[object, ...]:
+        engine.pause(queue, "tests", seconds, probe_seconds)
+        return (worker,)
+
+    return prepare
+
+
 CASES = {
     "tick": Case(f"SELECT * FROM {{bus}}.tick({BATCH})", lambda e, w: ()),
     "claim": Case(
@@ -118,6 +126,24 @@ CASES = {
         f"SELECT * FROM {{bus}}.claim_due(%s, gen_random_uuid(), '{{{RETRYING}}}', '{{1}}', '{{-infinity}}',"
         " 1000000, true)",
         lambda e, w: (w,),
+    ),
+    "claim of a paused queue": Case(
+        f"SELECT * FROM {{bus}}.claim(%s, gen_random_uuid(), '{{{WAITING}}}', '{{{BATCH}}}', 1000000)",
+        paused(WAITING, 600, 1),
+    ),
+    "claim of a probe": Case(
+        f"SELECT * FROM {{bus}}.claim(%s, gen_random_uuid(), '{{{WAITING}}}', '{{{BATCH}}}', 1000000)",
+        paused(WAITING, 0, 1),
+    ),
+    "claim_due of a paused queue": Case(
+        f"SELECT * FROM {{bus}}.claim_due(%s, gen_random_uuid(), '{{{RETRYING}}}', '{{{BATCH}}}', '{{-infinity}}',"
+        " 1000000, false)",
+        paused(RETRYING, 600, 1),
+    ),
+    "claim_due of a probe": Case(
+        f"SELECT * FROM {{bus}}.claim_due(%s, gen_random_uuid(), '{{{RETRYING}}}', '{{{BATCH}}}', '{{-infinity}}',"
+        " 1000000, false)",
+        paused(RETRYING, 0, 1),
     ),
     "settle": Case("SELECT * FROM {bus}.settle(ARRAY[%s::bigint], ARRAY[%s::uuid], NULL)", claimed),
     "settle with outcomes": Case("SELECT * FROM {bus}.settle(ARRAY[%s::bigint], ARRAY[%s::uuid], %s)", settle_said),

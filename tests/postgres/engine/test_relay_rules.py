@@ -137,6 +137,9 @@ CALLS = {
     "record_progress": "SELECT {bus}.record_progress(1, gen_random_uuid(), '{1}', '[]')",
     "settle_exceptions": "SELECT {bus}.settle_exceptions('{1}', ARRAY[gen_random_uuid()], '[]')",
     "release_unknown": "SELECT {bus}.release_unknown(gen_random_uuid(), '{1}', '{}')",
+    "pause_queue": "SELECT {bus}.pause_queue(1, 'tests', 'x', NULL, NULL)",
+    "resume_queue": "SELECT {bus}.resume_queue(1, 'tests')",
+    "free_probe": "SELECT {bus}.free_probe(1, 'tests', gen_random_uuid())",
     "take_over": "SELECT {bus}.take_over(gen_random_uuid(), 30, 3)",
 }
 
