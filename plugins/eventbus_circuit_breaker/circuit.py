@@ -111,9 +111,7 @@ class Circuit:
 
     def open(self, seconds: float, trips: int, now: float) -> None:
         """The queue is paused for so many seconds more. Calls that began before are stragglers from now on."""
-        if self.state != "open" or trips != self.trips:
-            self.since = now
-        self.state, self.until, self.trips = "open", now + seconds, trips
+        self.state, self.since, self.until, self.trips = "open", now, now + seconds, trips
 
     def close(self, finished: int, now: float) -> None:
         """It is open no more, and everything is counted anew."""

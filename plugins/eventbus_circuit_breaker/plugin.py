@@ -10,7 +10,6 @@ from eventbus import signals
 from eventbus.hookspecs import hookimpl
 from eventbus.plugins import Failure, Finding, Migration, Postpone, Settled, WorkerHandle
 from eventbus_circuit_breaker import records
-from eventbus_circuit_breaker.commands import register
 from eventbus_circuit_breaker.health import findings
 from eventbus_circuit_breaker.options import Options, counts_by_default
 from eventbus_circuit_breaker.switching import Switch
@@ -34,6 +33,8 @@ class CircuitBreaker:
     @hookimpl
     def eventbus_commands(self, commands: Any) -> None:
         """``eventbus circuits``."""
+        from eventbus_circuit_breaker.commands import register
+
         register(commands)
 
     @hookimpl

@@ -114,7 +114,10 @@ class Switch:
         """For all processes; if the database is away for as long as the pause would take, only here."""
         circuit = self._circuits[queue]
         opening = await self._insist(
-            lambda: self._records.open(queue, circuit.reason, error, probe_began and _age(probe_began)), circuit.until
+            lambda: self._records.open(
+                queue, circuit.reason, error, None if probe_began is None else _age(probe_began)
+            ),
+            circuit.until,
         )
         now = time.monotonic()
         if opening is None or opening.state in ("closed", "unknown"):

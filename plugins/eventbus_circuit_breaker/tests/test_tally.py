@@ -51,7 +51,8 @@ def test_a_threshold_of_one_is_told_as_what_it_is() -> None:
 
 def test_what_had_finished_before_it_began_to_count_is_no_success() -> None:
     tally = Tally(Options(failures=2), 1_000, 0.0)
-    play(tally, "ff", finished=1_000)
+    for finished in (1_000, 1_001):
+        tally.failed(1.0, finished, 10.0, counts=True)
     assert tally.row
 
 
