@@ -133,7 +133,7 @@ def test_the_page_has_the_path_of_the_setting_and_leaves_the_database_out_if_tol
         ({"handler_buckets": "1,1"}, "each greater than the one before"),
         ({"waiting_buckets": "0,1"}, "above 0"),
         ({"handler_buckets": ""}, "handler_buckets"),
-        ({"buckets": "1"}, "did you mean handler_buckets"),
+        ({"handler_bucket": "1"}, "did you mean handler_buckets"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(given: dict[str, Any], problem: str) -> None:
