@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -234,40 +235,28 @@ async def test_tasks_and_threads_wait_for_one_probe_and_go_on_together_while_the
     assert waiting(breaker) == 0
 
 
-async def test_while_the_heartbeat_waits_it_alone_makes_the_next_probe() -> None:
-    breaker = quick()
-    fail(await breaker.turn())
-    probe = breaker.turn_blocking()
-    order: list[str] = []
-
-    def beat() -> None:
-        turn = breaker.turn_blocking(urgent=True)
-        order.append("heartbeat")
-        succeed(turn)
-
-    async def relay() -> None:
-        turn = await breaker.turn()
-        order.append("relay")
-        succeed(turn)
-
-    tasks = [asyncio.create_task(relay()) for _ in range(3)]
-    thread = threading.Thread(target=beat)
+async def test_while_the_heartbeat_waits_it_alone_makes_the_next_probe(door: Door) -> None:
+    breaker = door.breaker
+    breaker.broke()
+    breaker._not_before = door.clock.now + 9
+    probes: list[Turn] = []
+    thread = threading.Thread(target=lambda: probes.append(breaker.turn_blocking(urgent=True)), daemon=True)
     thread.start()
-    await until(lambda: waiting(breaker) == 4)
-    fail(probe)
-    async with asyncio.timeout(10):
-        await asyncio.gather(*tasks)
-    thread.join()
-    assert order == ["heartbeat", "relay", "relay", "relay"]
+    await until(lambda: waiting(breaker) == 1)
+    door.pass_time(10)  # the thread sleeps on: it waits for seconds that really pass
+    with pytest.raises(Unavailable):
+        door.turn()
+    breaker.nudge()
+    thread.join(5)
+    assert door.is_shut(), "the heartbeat probes"
+    succeed(probes[0])
+    assert not door.is_shut()
 
 
 async def test_a_heartbeat_that_stops_while_it_waits_ends_at_once_and_leaves_the_probe_to_others() -> None:
     breaker = quick()
-    probe = await breaker.turn()
     breaker.broke()
-    for _ in range(6):  # so that the next pause is a long one
-        breaker._backoff.failures += 1
-    breaker._not_before = time.monotonic() + 5.0
+    breaker._not_before = math.inf
     stopping = threading.Event()
     ended: list[float] = []
 
@@ -279,15 +268,15 @@ async def test_a_heartbeat_that_stops_while_it_waits_ends_at_once_and_leaves_the
     thread = threading.Thread(target=beat)
     thread.start()
     await until(lambda: waiting(breaker) == 1)
+    [heartbeat] = breaker._waiters
     relay = asyncio.create_task(breaker.turn())
     await until(lambda: waiting(breaker) == 2)
+    breaker._not_before = 0.0
     began = time.monotonic()
     stopping.set()
-    breaker.nudge()
-    thread.join()
+    heartbeat.wake()
+    thread.join(5)
     assert ended[0] - began < 1
-    breaker._not_before = 0.0
-    breaker.abandoned(probe)
     async with asyncio.timeout(5):
         assert (await relay).opening is not None
 
