@@ -338,7 +338,7 @@ async def test_outcomes_that_a_handler_returns_are_obeyed(scene: Scene, kind: st
         "retry": [1, 2], "always": [1, 2, 3], "discard": [1], "give-up": [1], "else": [1],
     }  # fmt: skip
     first, second = (at for _, at in attempts["retry"])
-    assert 0.3 <= second - first < 1.5
+    assert 0.3 <= second - first < 5
 
 
 @one_server
@@ -363,7 +363,7 @@ async def test_an_event_gets_exactly_the_attempts_of_its_policy_at_its_policys_t
         numbers, times = zip(*tried[event_id], strict=True)
         assert numbers == (1, 2, 3, 4)
         for earlier, later, wait in zip(times, times[1:], (0.1, 0.3, 0.4), strict=False):
-            assert wait <= later - earlier < wait + 1
+            assert wait <= later - earlier < wait + 3
     for letter in letters(scene, "tries", ids):
         assert (letter.attempts, letter.error) == (4, "attempt 4")
     assert {letter.attempts for letter in letters(scene, "once", ids)} == {1}

@@ -44,7 +44,7 @@ def test_a_retry_that_a_peer_stored_late_is_not_left_to_the_next_poll(scene: Sce
         scene.wait_for("all", "end", 2)
         peer.execute("SELECT eventbus.unregister_worker(%s)", (worker,))
         peer.commit()
-        scene.wait_for("all", "end", 3, timeout=6)
+        scene.wait_for("all", "end", 3, timeout=20)
     assert late in scene.check.successes("all")
     scene.check.verify("all")
     assert consumer.terminate() == 0
@@ -98,9 +98,7 @@ def test_until_idle_waits_for_what_a_killed_peer_has_left_and_for_what_a_living_
 @one_server
 def test_until_idle_ends_at_once_when_there_is_nothing(scene: Scene) -> None:
     scene.prepare(QUEUE)
-    began = time.monotonic()
-    assert scene.consume(QUEUE, until_idle=True).wait() == 0
-    assert time.monotonic() - began < 2
+    assert scene.consume(QUEUE, until_idle=True, poll_interval=600, poll_interval_without_listen=600).wait(20) == 0
 
 
 @one_server
@@ -227,10 +225,10 @@ def test_ntf_08_no_event_waits_for_a_poll_while_claims_heartbeats_and_retries_ru
     for number in range(1, 16):
         for _ in range(10):
             scene.publish("a", {"fail": number % 2})
-        scene.wait_for("all", "end", number * 10, timeout=5)
-        scene.wait_for("other", "end", number * 10, timeout=5)
+        scene.wait_for("all", "end", number * 10, timeout=20)
+        scene.wait_for("other", "end", number * 10, timeout=20)
     for queue in ("all", "other"):
-        scene.check.wait_until_quiet(queue, timeout=5)
+        scene.check.wait_until_quiet(queue, timeout=20)
         scene.check.verify(queue)
 
 

@@ -263,16 +263,14 @@ def test_dbf_12_no_session_is_idle_in_a_transaction_while_waiting_or_while_a_han
 @one_server
 def test_ntf_05_a_cut_listening_connection_comes_back_and_events_are_not_left_to_the_next_poll(scene: Scene) -> None:
     scene.prepare(QUEUE)
-    consumer = scene.consume(QUEUE, poll_interval=600)
+    consumer = scene.consume(QUEUE, poll_interval=600, poll_interval_without_listen=600)
     scene.wait_until_consuming(consumer)
     for _ in range(3):
         wait_until(lambda: end_backends(scene, "listener") == 1)
         wait_until(lambda: len(listening(scene)) == 1)
         before = len(scene.check.entries("all", "end"))
-        began = time.monotonic()
         scene.publish("a", {})
-        scene.wait_for("all", "end", before + 1, timeout=5)
-        assert time.monotonic() - began < 1
+        scene.wait_for("all", "end", before + 1, timeout=20)
     assert consumer.terminate() == 0
 
 
@@ -282,7 +280,7 @@ def test_ntf_05_a_listener_whose_first_reconnects_fail_listens_again_after_the_o
 ) -> None:
     cluster, scene = outage
     scene.prepare(QUEUE)
-    consumer = scene.consume(QUEUE, poll_interval=600)
+    consumer = scene.consume(QUEUE, poll_interval=600, poll_interval_without_listen=600)
     scene.wait_until_consuming(consumer)
     wait_until(lambda: len(listening(scene)) == 1)
     cluster.stop()
@@ -292,10 +290,8 @@ def test_ntf_05_a_listener_whose_first_reconnects_fail_listens_again_after_the_o
     cluster.start()
     wait_until(lambda: len(listening(scene)) == 1)
     consumer.wait_for_log(BACK)
-    began = time.monotonic()
     scene.publish("a", {})
-    scene.wait_for("all", "end", 1, timeout=5)
-    assert time.monotonic() - began < 1
+    scene.wait_for("all", "end", 1, timeout=20)
 
 
 def listening(scene: Scene) -> list[tuple[object, ...]]:

