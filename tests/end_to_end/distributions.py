@@ -33,7 +33,8 @@ class Folder:
     def run(self, *arguments: str, stdin: str = "", **settings: str) -> subprocess.CompletedProcess[str]:
         """Run the program ``eventbus``. ``settings`` become ``EVENTBUS_…``."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("EVENTBUS_")}
-        environment |= {"PYTHONPATH": str(self.path)} | ({"EVENTBUS_DSN": self._dsn} if self._dsn else {})
+        environment["PYTHONPATH"] = os.pathsep.join([str(self.path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment |= {"EVENTBUS_DSN": self._dsn} if self._dsn else {}
         environment |= {f"EVENTBUS_{name.upper()}": value for name, value in settings.items()}
         return subprocess.run(
             [PROGRAM, *arguments],

@@ -34,6 +34,7 @@ class Gauge:
         dsn: str = Field(default="postgresql://app:s3cret@db/shop", description="where it writes")
         api_token: str = Field(default="s3cret", description="who it is")
         hidden: SecretStr = Field(default=SecretStr("s3cret"), description="what nobody sees")
+        address: str = Field(default="host=db password=s3cret", description="where it looks")
         targets: dict[str, str] = Field(default={"password": "s3cret"}, description="whom it tells")
 
     def __init__(self, settings):
@@ -78,6 +79,7 @@ def test_what_may_be_secret_is_not_shown(folder: Folder) -> None:
     [gauge] = json.loads(done.stdout)["plugins"]
     values = {setting["name"]: setting["value"] for setting in gauge["settings"]}
     assert values["dsn"] == "postgresql://app:***@db/shop"
+    assert values["address"] == "host=db password=***"
     assert (values["api_token"], values["targets"]) == ("***", {"password": "***"})
     assert "s3cret" not in done.stdout + folder.run("plugins", plugins="gauge").stdout
 
