@@ -28,9 +28,9 @@ def test_no_event_is_lost_when_consumers_are_killed_again_and_again(scene: Scene
     for _ in range(rounds):
         victim = scene.consume(QUEUE, THREADS, max_crashes=100)
         scene.wait_until_consuming(victim)
+        before = len(scene.check.entries("all", "end"))
         for _ in range(4):
             scene.publish("a.b", *[{"sleep": 0.001} for _ in range(200)])
-        before = len(scene.check.entries("all", "end"))
         scene.wait_for("all", "end", before + chance.randrange(300))
         victim.kill()
     for queue in ("all", "threads"):
