@@ -90,7 +90,7 @@ BEGIN
     END IF;
     seconds := EXTRACT(EPOCH FROM clock_timestamp() - v_row.began_at);
     trips := v_row.trips;
-    UPDATE {schema}.circuit_breakers b SET trips = 0, closed_at = clock_timestamp() WHERE b.queue = p_queue;
+    UPDATE {schema}.circuit_breakers b SET closed_at = clock_timestamp() WHERE b.queue = p_queue;
 END
 $body$;
 

@@ -14,6 +14,7 @@ from eventbus_circuit_breaker.health import findings
 from eventbus_circuit_breaker.plugin import CircuitBreaker
 from eventbus_circuit_breaker.records import Breaker, breakers, close_by_hand, migrations
 from eventbus_circuit_breaker.sql import CLOSE, LOOK, OPEN
+from tests.waiting import wait_until
 
 
 class Table:
@@ -47,6 +48,12 @@ class Table:
             {"s": seconds},
         )
         self.connection.execute("UPDATE eventbus.pauses SET until = until - make_interval(secs => %s)", (seconds,))
+
+    def waits_for_a_lock(self, other: psycopg.Connection) -> bool:
+        found = self.connection.execute(
+            "SELECT wait_event_type = 'Lock' FROM pg_stat_activity WHERE pid = %s", (other.info.backend_pid,)
+        ).fetchone()
+        return bool(found and found[0])
 
     def pauses(self) -> dict[str, str]:
         rows = self.connection.execute("SELECT source, reason FROM eventbus.pauses").fetchall()
@@ -86,6 +93,21 @@ def test_processes_that_find_the_same_out_at_once_open_it_once(
     assert sorted(state for state, _, _ in found) == ["open", "open", "opened"]
     assert {trips for _, _, trips in found} == {1}
     assert all(29 < seconds <= 30 for _, seconds, _ in found)
+
+
+def test_a_process_that_comes_second_finds_it_open_however_late_the_first_one_commits(
+    table: Table, strangers: list[psycopg.Connection]
+) -> None:
+    table.open()
+    table.close(probe_age=None)
+    first, second, _ = strangers
+    with ThreadPoolExecutor() as pool:
+        with first.transaction():
+            first.execute("SELECT 1 FROM eventbus.circuit_breakers WHERE queue = 'q' FOR UPDATE")
+            late = pool.submit(table.open, connection=second)
+            wait_until(lambda: table.waits_for_a_lock(second))
+            assert table.open(connection=first)[0] == "opened"
+        assert late.result(10)[::2] == ("open", 1)
 
 
 def test_each_failed_probe_doubles_the_pause_up_to_ten_minutes(table: Table) -> None:
@@ -144,6 +166,7 @@ def test_a_pause_by_hand_is_never_touched(table: Table) -> None:
     table.age(40)
     table.close(probe_age=0.1)
     assert table.pauses() == {"manual": "repair"}
+    assert table.shown().state == "closed"
 
 
 def test_a_queue_that_somebody_resumed_by_hand_begins_anew(table: Table) -> None:
@@ -199,6 +222,8 @@ def test_a_doctor_names_the_queue_the_reason_and_what_to_do(table: Table) -> Non
     assert "queue q" in found.message
     assert "5 failures in a row; OSError: no" in found.message
     assert "eventbus circuits close q" in str(found.hint)
+    table.age(31)
+    assert [each.code for each in findings(table.connection, "eventbus")] == ["circuit_open"]
 
 
 def test_a_doctor_tells_that_the_tables_are_missing(conn: psycopg.Connection) -> None:
