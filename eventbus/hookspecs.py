@@ -15,8 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
-import pluggy
-
+from eventbus.plugins.marks import PROJECT, hookimpl, hookspec
 from eventbus.plugins.values import (
     Call,
     Duty,
@@ -34,12 +33,7 @@ if TYPE_CHECKING:
     from eventbus.event import OutboxEvent
     from eventbus.settings import Settings
 
-PROJECT: Final = "eventbus"
-"""Name of the project for pluggy, and of the group of entry points."""
-
-hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
-"""Marks a plugin's methods. ``@hookimpl(tryfirst=True)`` and ``trylast=True`` precede the order of the setting."""
+__all__ = ["PROJECT", "SPECIFICATIONS", "Around", "AsyncAround", "hookimpl", "hookspec"]
 
 Around = Callable[[Call], AbstractContextManager[Any]]
 AsyncAround = Callable[[Call], AbstractAsyncContextManager[Any]]

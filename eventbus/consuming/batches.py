@@ -8,6 +8,7 @@ event runs again by itself.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,11 +34,14 @@ class BatchCall:
     deliveries: list[Delivery] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     payloads: list[Any] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
 
     def conclude(self, verdicts: Sequence[Verdict | None]) -> Verdicts:
         """The verdicts of all, those of the call included."""
-        for place, verdict in zip(self.places, verdicts, strict=True):
+        spent = time.monotonic() - self.began
+        for place, delivery, verdict in zip(self.places, self.deliveries, verdicts, strict=True):
             self.verdicts[place] = verdict
+            delivery.began, delivery.spent = self.began, spent
         return self.verdicts
 
 
@@ -107,7 +111,7 @@ class Batches:
             try:
                 payload = None if self._load is None else self._load(event)
             except BaseException as error:  # noqa: BLE001 - a payload can fail its event and no other
-                call.verdicts[place] = self._execution.failed(error, event)
+                call.verdicts[place] = self._execution.failed(error, delivery, event)
                 continue
             call.places.append(place)
             call.deliveries.append(delivery)
@@ -130,11 +134,12 @@ class Batches:
             undone = [result for result in results if not isinstance(result, Done | Discard)]
             if undone:
                 return self._one_by_one(call, f"its transaction was rolled back: {undone[0]!r}"[:500])
-        return call.conclude(list(map(self._execution.verdict, results, call.events)))
+        return call.conclude(list(map(self._execution.verdict, results, call.deliveries, call.events)))
 
     def _failed(self, call: BatchCall, error: BaseException) -> Verdicts:
         if len(call.events) == 1 or type(error) is Postponed:
-            return call.conclude([self._execution.failed(error, event) for event in call.events])
+            failed = self._execution.failed
+            return call.conclude(list(map(failed, [error] * len(call.events), call.deliveries, call.events)))
         if self._execution.aborting:
             return call.conclude([RELEASED] * len(call.events))
         return self._one_by_one(call, error)

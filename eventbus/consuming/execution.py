@@ -18,10 +18,11 @@ from typing import Any, Final
 from eventbus.consuming.boundary import Boundary, Postponed, Results
 from eventbus.consuming.results import conclude, finished, needs_waiting, outcome_of
 from eventbus.consuming.subscriptions import Subscription
+from eventbus.consuming.surrounding import Surround
 from eventbus.consuming.tenure import Tenure
 from eventbus.consuming.verdicts import Verdicts
 from eventbus.event import Event
-from eventbus.transport import DONE, RELEASED, Delivery, Outcome, Verdict
+from eventbus.transport import DONE, DUPLICATE, RELEASED, Delivery, Outcome, Verdict
 
 MISSING = Verdict("dead", reason="event missing: the outbox no longer has it")
 DEFERRED = Verdict("deferred", delay=1.0)
@@ -55,7 +56,8 @@ class Execution:
     """How deliveries of one subscription are handled. ``random`` returns numbers from 0 to 1.
 
     ``completed`` tells, for a delivery whose event another delivery of this queue is executing, whether that has
-    completed meanwhile. ``boundary`` surrounds the calls of a transactional handler.
+    completed meanwhile. ``boundary`` surrounds the calls of a transactional handler, and ``surround`` is what plugins
+    put around every call.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Execution:
         completed: Callable[[Delivery], bool] = lambda _: False,
         boundary: Boundary | None = None,
         tenure: Tenure | None = None,
+        surround: Surround | None = None,
     ) -> None:
         self.subscription = subscription
         self.tenure = tenure or Tenure()
@@ -81,11 +84,12 @@ class Execution:
         self._completed = completed
         self._call = subscription.handler.call
         self._timeout = subscription.timeout
+        self._surround = surround
         self.handle: Callable[[Delivery], Coroutine[Any, Any, Verdict]] = self._handle
         """Call an async handler and judge what came of it. Never raises."""
         self.handle_blocking: Callable[[Delivery], Verdict | Unfinished] = self._handle_blocking
         """Call a plain handler in this thread; unfinished work that it returned is given back. Never raises."""
-        if self._timeout is not None or subscription.tracking == "transactional":
+        if self._timeout is not None or surround is not None or subscription.tracking == "transactional":
             self.handle, self.handle_blocking = self._handle_guarded, self._handle_blocking_guarded
 
     async def _handle(self, delivery: Delivery) -> Verdict:
@@ -100,7 +104,7 @@ class Execution:
                 return RELEASED
             return DONE if result is None else self.verdicts.of(await conclude(result), event)
         except BaseException as error:  # noqa: BLE001 - see the module's docstring
-            return self.failed(error, event)
+            return self.failed(error, delivery, event)
 
     async def _handle_guarded(self, delivery: Delivery) -> Verdict:
         event, known = delivery.event, self.known(delivery)
@@ -108,9 +112,9 @@ class Execution:
             return known or MISSING
         try:
             [outcome] = await self.attempt([delivery], (event,), _single)
-            return self.verdict(outcome, event)
+            return self.verdict(outcome, delivery, event)
         except BaseException as error:  # noqa: BLE001 - see the module's docstring
-            return self.failed(error, event)
+            return self.failed(error, delivery, event)
 
     def _handle_blocking(self, delivery: Delivery) -> Verdict | Unfinished:
         event = delivery.event
@@ -126,7 +130,7 @@ class Execution:
                 return Unfinished(result)
             return self.verdicts.of(outcome_of(result), event)
         except BaseException as error:  # noqa: BLE001 - see the module's docstring
-            return self.failed(error, event)
+            return self.failed(error, delivery, event)
 
     def _handle_blocking_guarded(self, delivery: Delivery) -> Verdict | Unfinished:
         event, known = delivery.event, self.known(delivery)
@@ -134,9 +138,9 @@ class Execution:
             return known or MISSING
         try:
             results = self.attempt_blocking([delivery], (event,), _single)
-            return results if isinstance(results, Unfinished) else self.verdict(results[0], event)
+            return results if isinstance(results, Unfinished) else self.verdict(results[0], delivery, event)
         except BaseException as error:  # noqa: BLE001 - see the module's docstring
-            return self.failed(error, event)
+            return self.failed(error, delivery, event)
 
     async def handle_returned(self, delivery: Delivery, unfinished: Unfinished) -> Verdict:
         """Wait for what a plain handler has left unfinished. Never raises."""
@@ -144,9 +148,9 @@ class Execution:
         assert event is not None
         try:
             [outcome] = await self.attempt_returned([delivery], unfinished, _single)
-            return self.verdict(outcome, event)
+            return self.verdict(outcome, delivery, event)
         except BaseException as error:  # noqa: BLE001 - see the module's docstring
-            return self.failed(error, event)
+            return self.failed(error, delivery, event)
 
     def known(self, delivery: Delivery) -> Verdict | None:
         """The verdict that stands without calling the handler: another delivery of the event is or was executed."""
@@ -154,14 +158,17 @@ class Execution:
             return MISSING
         if delivery.twin is None or self.subscription.tracking == "none":
             return None
-        return DONE if delivery.twin == "completed" or self._completed(delivery) else DEFERRED
+        return DUPLICATE if delivery.twin == "completed" or self._completed(delivery) else DEFERRED
 
-    def verdict(self, outcome: Outcome | BaseException, event: Event) -> Verdict:
+    def verdict(self, outcome: Outcome | BaseException, delivery: Delivery, event: Event) -> Verdict:
         """What one result of a call means for its event."""
-        return self.failed(outcome, event) if isinstance(outcome, BaseException) else self.verdicts.of(outcome, event)
+        if isinstance(outcome, BaseException):
+            return self.failed(outcome, delivery, event)
+        return self.verdicts.of(outcome, event)
 
-    def failed(self, error: BaseException, event: Event) -> Verdict:
+    def failed(self, error: BaseException, delivery: Delivery, event: Event) -> Verdict:
         """What an exception means for this event."""
+        delivery.error = error
         if self.aborting and issubclass(type(error), asyncio.CancelledError | GeneratorExit):
             return RELEASED
         if type(error) is Postponed:
@@ -181,14 +188,32 @@ class Execution:
     ) -> Results | Unfinished:
         """Call a plain handler once, inside its boundary; raises what it raised."""
         if self.boundary is None:
-            result, spent = self._once_blocking(deliveries, arguments)
-            return Unfinished(result, spent) if needs_waiting(result) else read(result)
+            if self._surround is None:
+                return self._read_blocking(deliveries, arguments, read)
+            with self._surround.blocking(deliveries) as call:
+                came = self._read_blocking(deliveries, arguments, read)
+                call.outcomes = () if isinstance(came, Unfinished) else came
+                return came
 
         def attempt(connection: Any) -> Results:
-            result, _ = self._once_blocking(deliveries, self._with(connection, arguments))
-            return read(_refuse_unfinished(result))
+            inner = self._with(connection, arguments)
+            if self._surround is None:
+                return self._refusing(deliveries, inner, read)
+            with self._surround.blocking(deliveries) as call:
+                call.outcomes = results = self._refusing(deliveries, inner, read)
+                return results
 
         return self.boundary.run_blocking(deliveries, attempt)
+
+    def _read_blocking(
+        self, deliveries: Sequence[Delivery], arguments: tuple[Any, ...], read: Read
+    ) -> Results | Unfinished:
+        result, spent = self._once_blocking(deliveries, arguments)
+        return Unfinished(result, spent) if needs_waiting(result) else read(result)
+
+    def _refusing(self, deliveries: Sequence[Delivery], arguments: tuple[Any, ...], read: Read) -> Results:
+        result, _ = self._once_blocking(deliveries, arguments)
+        return read(_refuse_unfinished(result))
 
     async def attempt_returned(self, deliveries: Sequence[Delivery], unfinished: Unfinished, read: Read) -> Results:
         """Wait for what a plain handler returned; raises what that raised."""
@@ -198,7 +223,12 @@ class Execution:
         return (*arguments, connection) if self.subscription.handler.takes_connection else arguments
 
     async def _once(self, deliveries: Sequence[Delivery], arguments: tuple[Any, ...], read: Read) -> Results:
-        return await self._concluded(deliveries, lambda: finished(self._call(*arguments)), 0.0, read)
+        work = lambda: finished(self._call(*arguments))  # noqa: E731
+        if self._surround is None:
+            return await self._concluded(deliveries, work, 0.0, read)
+        async with self._surround.running(deliveries) as call:
+            call.outcomes = results = await self._concluded(deliveries, work, 0.0, read)
+            return results
 
     async def _concluded(
         self, deliveries: Sequence[Delivery], work: Callable[[], Awaitable[Any]], spent: float, read: Read

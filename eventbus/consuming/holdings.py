@@ -45,6 +45,8 @@ class Holdings:
             lease.done.append(delivery.seq)
         else:
             lease.verdicts.append((delivery.seq, verdict))
+        if lease.observed:
+            lease.handled.append((delivery, verdict))
         lease.unfinished -= 1
         if lease.unfinished == 0:
             self.finished.append(lease)

@@ -97,8 +97,7 @@ class TaskRunner:
         task = asyncio.current_task()
         assert task is not None
         tenure = self._execution.tenure
-        now = time.monotonic()
-        slice_end = now + SLICE
+        slice_end = (now := time.monotonic()) + SLICE
         while waiting:
             if now > tenure.until:
                 now = await tenure.wait()
@@ -110,7 +109,10 @@ class TaskRunner:
             if delivery.seq > lease.started:  # noqa: PLR1730 - max() costs more, and this is per event
                 lease.started = delivery.seq
             self._running += 1
+            delivery.began = now
             verdict = await in_fresh_context(handle(delivery), delivery.event)
+            now = time.monotonic()
+            delivery.spent = now - delivery.began
             if replaced and task in replaced:
                 self._overruns.ended()
                 finish(delivery, verdict)
@@ -119,11 +121,9 @@ class TaskRunner:
             finish(delivery, verdict)
             if task.cancelling():
                 await forget_cancellation(task)
-            now = time.monotonic()
             if now > slice_end:
                 await asyncio.sleep(0)
-                now = time.monotonic()
-                slice_end = now + SLICE
+                slice_end = (now := time.monotonic()) + SLICE
 
     def _overran(self, task: asyncio.Task[Any], deliveries: Sequence[Delivery]) -> None:
         """The handler of this slot goes on although it was cancelled; when it ends, so does the slot."""

@@ -163,7 +163,10 @@ class ThreadRunner:
             return RELEASED
         context = contextvars.Context()
         context.run(current_event.set, delivery.event)
-        return context.run(self._execution.handle_blocking, delivery)
+        delivery.began = time.monotonic()
+        verdict = context.run(self._execution.handle_blocking, delivery)
+        delivery.spent = time.monotonic() - delivery.began
+        return verdict
 
     def _signal(self) -> None:
         assert self._loop is not None
@@ -212,7 +215,9 @@ class ThreadRunner:
         return event
 
     async def _handle_returned(self, delivery: Any, unfinished: Any) -> Any:
-        return await self._execution.handle_returned(delivery, unfinished)
+        verdict = await self._execution.handle_returned(delivery, unfinished)
+        delivery.spent = time.monotonic() - delivery.began
+        return verdict
 
     def _conclude(self, delivery: Any, verdict: Any) -> None:
         """Tell what came of one delivery; without a verdict, its task was cancelled from outside."""

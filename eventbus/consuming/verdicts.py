@@ -35,7 +35,7 @@ class Verdicts:
                 return DONE
             case Discard(reason):
                 _say(logging.INFO, "discarded %s: %s", event, reason, about=event)
-                return DONE
+                return Verdict("done", reason=reason, kind="discarded")
             case DeadLetter(reason):
                 return _dead(event, reason or "the handler gave up", None)
             case Retry(after, reason):
@@ -51,7 +51,7 @@ class Verdicts:
         problem = failure(error)
         if any(_matches(error, kind) for kind in self._subscription.discard_on):
             _say(logging.INFO, "discarded %s: %s", event, _brief(problem), about=event)
-            return DONE
+            return Verdict("done", reason=_brief(problem), kind="discarded")
         policy = self._policy(error)
         if policy is not None:
             return self._retry(policy, event, None, problem)

@@ -3,7 +3,7 @@
 A plugin imports from here and from :mod:`eventbus.hookspecs`; the rest of this package is how the bus calls it.
 """
 
-from eventbus.hookspecs import hookimpl
+from eventbus.plugins.marks import hookimpl
 from eventbus.plugins.values import (
     Answer,
     Call,

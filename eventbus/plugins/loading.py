@@ -20,7 +20,7 @@ from typing import Any, Final
 from pydantic import BaseModel, ValidationError
 
 from eventbus.errors import ConfigurationError
-from eventbus.hookspecs import PROJECT
+from eventbus.plugins.marks import PROJECT
 from eventbus.settings import Settings, plugin_name
 
 _CHOICE: Final = ("queues", "except_queues")

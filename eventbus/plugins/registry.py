@@ -122,10 +122,13 @@ class Plugins:
         callers = self._manager.get_hookcallers(plugin.instance) or []
         return sorted(caller.name for caller in callers)
 
-    def ask(self, hook: str, **given: Any) -> list[tuple[Plugin, Any]]:
-        """What each answers, None left out. Raises :class:`~eventbus.ConfigurationError` naming the one that raised."""
+    def ask(self, hook: str, about: str | None = None, /, **given: Any) -> list[tuple[Plugin, Any]]:
+        """What each answers while something starts, None left out. ``about``: the queue that it is about.
+
+        Raises :class:`~eventbus.ConfigurationError` naming the one that raised.
+        """
         answers = []
-        for implementation in self.of(hook):
+        for implementation in self.of(hook, about):
             try:
                 answer = implementation(**given)
             except ConfigurationError:
@@ -200,7 +203,7 @@ class Plugins:
         for caller in trial.get_hookcallers(plugin.instance) or []:
             if any(each.hookwrapper or each.wrapper for each in caller.get_hookimpls()):
                 raise ConfigurationError(
-                    f"plugin {plugin.name} ({plugin.origin}): {caller.name} is a hook wrapper; only plain hooks are called"
+                    f"plugin {plugin.name} ({plugin.origin}): {caller.name} is a hook wrapper; only plain hooks exist"
                 )
 
 

@@ -1,0 +1,125 @@
+"""What plugins put around every call of a handler, so that none of it can change what comes of the call.
+
+Before it: ``execution`` is about to call the handler. After it: the handler's result or exception, untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from eventbus.consuming.subscriptions import Subscription
+from eventbus.hookspecs import Around, AsyncAround
+from eventbus.plugins.registry import Complaints, Plugins
+from eventbus.plugins.values import Call, QueueFacts
+from eventbus.transport import Delivery
+
+_AROUND = "eventbus_around_handler"
+_ASYNC_AROUND = "eventbus_around_async_handler"
+
+
+@dataclass(frozen=True, slots=True)
+class Surround:
+    """The context managers of one queue, the outermost first, each with the name of its plugin."""
+
+    queue: str
+    complaints: Complaints
+    arounds: Sequence[tuple[str, Around]]
+    async_arounds: Sequence[tuple[str, AsyncAround]] = ()
+
+    @contextmanager
+    def blocking(self, deliveries: Sequence[Delivery]) -> Iterator[Call]:
+        """Around a call in this thread."""
+        call = self._call(deliveries)
+        entered: list[tuple[str, Any]] = []
+        for plugin, around in self.arounds:
+            try:
+                manager = around(call)
+                manager.__enter__()
+                entered.append((plugin, manager))
+            except Exception as error:  # noqa: BLE001 - whatever a plugin raises must not touch delivery
+                self.complaints.failed(plugin, _AROUND, error)
+        try:
+            yield call
+        except BaseException as error:
+            self._leave(entered, error)
+            raise
+        else:
+            self._leave(entered, None)
+
+    @asynccontextmanager
+    async def running(self, deliveries: Sequence[Delivery]) -> AsyncIterator[Call]:
+        """Around a call on the event loop."""
+        with self.blocking(deliveries) as call:
+            entered: list[tuple[str, Any]] = []
+            for plugin, around in self.async_arounds:
+                try:
+                    manager = around(call)
+                    await manager.__aenter__()
+                    entered.append((plugin, manager))
+                except Exception as error:  # noqa: BLE001 - the same
+                    self.complaints.failed(plugin, _ASYNC_AROUND, error)
+            try:
+                yield call
+            except BaseException as error:
+                await self._leave_async(entered, error)
+                raise
+            else:
+                await self._leave_async(entered, None)
+
+    def _call(self, deliveries: Sequence[Delivery]) -> Call:
+        return Call(self.queue, [delivery.event for delivery in deliveries if delivery.event is not None])
+
+    def _leave(self, entered: list[tuple[str, Any]], error: BaseException | None) -> None:
+        for plugin, manager in reversed(entered):
+            try:
+                manager.__exit__(None if error is None else type(error), error, error and error.__traceback__)
+            except Exception as problem:  # noqa: BLE001 - the same
+                if problem is not error:
+                    self.complaints.failed(plugin, _AROUND, problem)
+            except BaseException as problem:
+                if problem is not error:
+                    raise
+
+    async def _leave_async(self, entered: list[tuple[str, Any]], error: BaseException | None) -> None:
+        for plugin, manager in reversed(entered):
+            try:
+                await manager.__aexit__(None if error is None else type(error), error, error and error.__traceback__)
+            except Exception as problem:  # noqa: BLE001 - the same
+                if problem is not error:
+                    self.complaints.failed(plugin, _ASYNC_AROUND, problem)
+            except BaseException as problem:
+                if problem is not error:
+                    raise
+
+
+def surround_of(plugins: Plugins, facts: QueueFacts) -> Surround | None:
+    """What the plugins put around the calls of one queue; None: nothing. Raises what makes a start fail."""
+    arounds = [(plugin.name, around) for plugin, around in plugins.ask(_AROUND, facts.name, queue=facts)]
+    async_arounds = []
+    if facts.is_async:
+        found = plugins.ask(_ASYNC_AROUND, facts.name, queue=facts)
+        async_arounds = [(plugin.name, around) for plugin, around in found]
+    if not arounds and not async_arounds:
+        return None
+    return Surround(facts.name, plugins.complaints, arounds, async_arounds)
+
+
+def facts_of(subscription: Subscription, concurrency: int) -> QueueFacts:
+    """A subscription as plugins see it. ``concurrency``: the setting, for those that do not say their own."""
+    definition = subscription.handler.definition
+    return QueueFacts(
+        name=subscription.name,
+        patterns=subscription.patterns,
+        handler=f"{definition.module}.{definition.qualname}",
+        is_async=subscription.handler.is_async,
+        idempotent=subscription.idempotent,
+        transactional=subscription.transactional,
+        ordered=subscription.ordered,
+        batch=subscription.batch,
+        concurrency=subscription.concurrency or concurrency,
+        timeout=subscription.timeout,
+        max_attempts=subscription.retry.max_attempts,
+    )
