@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import Future
 from typing import Any
 from uuid import UUID
@@ -327,8 +328,8 @@ def test_of_many_workers_that_race_one_gets_the_probe_each_time(
     workers = [(session(), bus.register()) for _ in range(6)]
     for _ in range(15):
         calls: list[Future[Any]] = [
-            background.start(one, (lambda one=one, worker=worker, call=call: call(one, worker)))
-            for (one, worker), call in zip(workers, (told, told_due) * 3, strict=True)
+            background.start(one, functools.partial(one.told_of_pause, call, worker, ORDERS, 10))
+            for (one, worker), call in zip(workers, ("claim", "claim_due") * 3, strict=True)
         ]
         answers = [call.result() for call in calls]
         assert sum(count for _, _, count in answers) == 1, answers
