@@ -132,6 +132,7 @@ async def _act(wish: Json, event: Event, journal: Journal) -> None:
         await asyncio.sleep(wish["sleep"])
     if "gate" in wish:
         await _until((journal.folder / wish["gate"]).exists, stubborn=wish.get("stubborn", False))
+    _require(wish, journal)
     _fail(event, wish.get("fail_at_end", 0))
 
 
@@ -185,7 +186,14 @@ def _act_in_thread(wish: Json, event: Event, journal: Journal) -> None:
         time.sleep(seconds)
     while "gate" in wish and not (journal.folder / wish["gate"]).exists():
         time.sleep(0.005)
+    _require(wish, journal)
     _fail(event, wish.get("fail_at_end", 0))
+
+
+def _require(wish: Json, journal: Journal) -> None:
+    """Fail as a handler does whose service is down, until a file of that name is there."""
+    if "needs" in wish and not (journal.folder / wish["needs"]).exists():
+        raise ConnectionError(f"no {wish['needs']}")
 
 
 def _fail_or_die(wish: Json, event: Event) -> None:
