@@ -17,7 +17,7 @@ from eventbus.plugins.loading import configured
 from eventbus.postgres import admin
 from eventbus.postgres.migrate import migrate
 from eventbus_circuit_breaker import CircuitBreaker
-from eventbus_prometheus.database import Database
+from eventbus_prometheus.database import Database, Reading
 from eventbus_prometheus.sections import SECTIONS
 from eventbus_prometheus.tests.scraped import Samples, of, read, settings
 from tests.postgres.line import DEAD, RETRY, SCHEMA, Line
@@ -75,6 +75,23 @@ def test_every_event_of_a_queue_is_in_the_figure_where_the_command_line_has_it(d
     assert of(read(dsn))["eventbus_queue_oldest_age_seconds", "ledger"] == 0
 
 
+@pytest.mark.parametrize("kept", ["never claimed", "released alone", "released range", "retried", "claimed"])
+def test_the_oldest_event_has_its_age_wherever_it_waits(dsn: str, line: Line, kept: str) -> None:
+    for minutes in (20, 10, 0):
+        line.conn.execute(
+            "UPDATE eventbus.outbox SET published_at = published_at - make_interval(mins => %s) WHERE event_id = %s",
+            [minutes, line.publish()],
+        )
+    line.relay()
+    if kept != "never claimed":
+        claim = line.claim("ledger", 2)
+        outcome = RETRY if kept == "retried" else {"outcome": "released"}
+        if kept != "claimed":
+            assert line.settle(claim, s1=outcome | ({"hi": 2} if kept == "released range" else {}))
+    age = of(read(dsn))["eventbus_queue_oldest_age_seconds", "ledger"]
+    assert age == pytest.approx(0 if kept == "claimed" else 1200, abs=30)
+
+
 def test_what_is_parked_behind_its_key_in_an_ordered_queue_is_counted_and_has_an_age(dsn: str, line: Line) -> None:
     wanted = [{"name": "keyed", "patterns": ["orders.#"], "kind": "ordered", "lanes": 4}]
     line.numbers |= dict(
@@ -127,7 +144,8 @@ def test_the_delay_of_the_relay_is_that_of_the_first_event_of_the_last_batch(dsn
     )
     line.relay()
     assert 9 <= of(read(dsn))["eventbus_relay_delay_seconds",] < 20
-    line.conn.execute("UPDATE eventbus.ticks SET created_at = created_at - interval '2 minutes'")
+    for column in ("ticks SET created_at = created_at", "outbox SET published_at = published_at"):
+        line.conn.execute(f"UPDATE eventbus.{column} - interval '2 minutes'".encode())
     assert of(read(dsn))["eventbus_relay_delay_seconds",] == 0
 
 
@@ -281,6 +299,9 @@ def test_all_together_may_take_no_longer_than_the_setting_says(dsn: str, line: L
         assert set(again.failures) == ALWAYS | {"circuit_breakers"}, "it is not asked again while it hangs"
         other.rollback()
     wait_until(lambda: not database.read().failures)
+    reading = Reading()
+    database._fill(reading, deadline=time.monotonic() - 1)
+    assert not reading.found, "whoever waited has gone, so nothing more is asked"
 
 
 def test_a_server_that_accepts_and_says_nothing_costs_no_more_than_the_timeout() -> None:
@@ -318,18 +339,32 @@ def test_an_outage_of_the_database_is_two_lines_in_the_log(
     assert second == "metrics: all of the database again"
 
 
+def test_a_section_that_fails_now_and_then_is_not_said_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
+    database = Database(settings("dbname=x"), timeout=1.0, statement_timeout=1.0)
+    with caplog.at_level(logging.INFO, "eventbus_prometheus"):
+        for failing in ("relay",), ("relay", "outbox"), ("outbox",), ("relay",), (), ("relay",):
+            database._report(Reading({"bus": ([], 0.0)}, dict.fromkeys(failing, "no right")))
+    assert [record.message for record in caplog.records] == [
+        "metrics: no relay: no right",
+        "metrics: no outbox: no right",
+        "metrics: all of the database again",
+        "metrics: no relay: no right",
+    ]
+
+
 def test_the_rights_in_the_readme_are_enough_to_read_everything(dsn: str, conn: psycopg.Connection, run: str) -> None:
-    line = Line(conn)
-    breakers(line)
+    breakers(Line(conn))
     role = f"metrics_{run}"
     grants = README.split("```sql")[1].split("```")[0].replace("monitoring", role)
     conn.execute(f"CREATE ROLE {role} LOGIN".encode())
     try:
         conn.execute(grants.encode())
         as_role = make_conninfo(dsn, options=f"-c role={role}")
+        with psycopg.connect(dsn) as other:
+            other.execute("SELECT pg_current_xact_id()")
+            wait_until(lambda: of(read(as_role))["eventbus_oldest_transaction_age_seconds",] > 0)
         reading = read(as_role)
         assert (reading.failures, set(reading.found)) == ({}, ALWAYS | {"circuit_breakers"})
-        assert figures(of(reading), "ledger") == [0] * 5 if line.numbers else True
     finally:
         conn.execute(f"DROP OWNED BY {role}; DROP ROLE {role}".encode())
 

@@ -199,13 +199,24 @@ def test_a_scrape_in_the_middle_of_the_work_is_consistent() -> None:
         thread.join(10)
 
 
-def test_a_scrape_that_is_being_written_out_does_not_hold_up_the_event_loop() -> None:
+def test_a_scrape_that_is_being_written_out_does_not_hold_up_the_event_loop_and_does_not_change() -> None:
     process = Process((1.0,), (1.0,))
-    process.claimed("ledger", 1)
+    process.know(["ledger"])
+    one: Any = new_settled("done", queue="ledger")
     families = process.families({})
     next(families)
-    thread = threading.Thread(target=process.claimed, args=("ledger", 1), daemon=True)
+
+    def work() -> None:
+        process.settled("ledger", one, 0.0)
+        process.claimed("ledger", 1)
+        process.lost("ledger", 1)
+        process.relayed({"ledger": 1})
+
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(5)
     assert not thread.is_alive()
-    assert samples(families)
+    written = samples(families)
+    assert written["eventbus_handler_seconds_bucket", "1.0", "ledger"] == 0
+    assert {value for key, value in written.items() if "ledger" in key} == {0}
+    assert samples(process.families({}))["eventbus_handler_seconds_bucket", "1.0", "ledger"] == 1
