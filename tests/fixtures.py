@@ -18,7 +18,7 @@ import hypothesis
 import psycopg
 import pytest
 
-from tests.servers import MACHINE_DSN, Cluster, Server, installed, remove_abandoned_clusters
+from tests.servers import MACHINE_DSN, Cluster, Dropping, Server, installed, remove_abandoned_clusters
 
 MACHINE = 15
 NewCluster = Callable[..., Cluster]
@@ -53,7 +53,7 @@ def server_of(run: str) -> Iterator[ServerOf]:
         def start(major: int) -> Server:
             programs = installed(major)
             if major == MACHINE and (problem := _unreachable(MACHINE_DSN)) is None:
-                found = Server(MACHINE_DSN, programs)
+                found = Server(MACHINE_DSN, programs, stack.enter_context(Dropping()))
             elif programs is not None:
                 found = Server(stack.enter_context(Cluster(programs)).dsn(), programs)
             else:

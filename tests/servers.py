@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,26 @@ class Cluster:
             raise RuntimeError(f"{program} failed:\n{said.read_text()}\n{log[-2000:]}")
 
 
+class Dropping:
+    """Drops databases one after the other beside the tests. As a context manager it raises in the end what failed."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._drops: list[Future[None]] = []
+
+    def later(self, server: Server, name: str) -> None:
+        """Drop a database soon."""
+        self._drops.append(self._thread.submit(server.drop, name))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+        for drop in self._drops:
+            drop.result()
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """A running server that tests share: each makes databases of its own there, none stops it."""
@@ -138,6 +159,8 @@ class Server:
     admin_dsn: str
     programs: Programs | None
     """Its own programs (``pg_dump`` and the like), if this machine has them."""
+    dropping: Dropping | None = None
+    """Who drops the databases that tests are done with, so that the next test need not wait for the disk."""
 
     def dsn(self, database: str) -> str:
         """Connection string for one database of this server."""
@@ -145,14 +168,17 @@ class Server:
 
     @contextmanager
     def database(self, run: str, template: str = "template1") -> Iterator[str]:
-        """A new database of the test run ``run``; its name. Dropped afterwards, with whoever is still connected."""
+        """A new database of the test run ``run``; its name. Dropped soon after, with whoever is still connected."""
         name = f"{PREFIX}{run}_{uuid.uuid4().hex[:12]}"
         with psycopg.connect(self.admin_dsn, autocommit=True) as admin:
             admin.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(*map(sql.Identifier, (name, template))))
         try:
             yield name
         finally:
-            self.drop(name)
+            if self.dropping is None:
+                self.drop(name)
+            else:
+                self.dropping.later(self, name)
 
     def drop(self, name: str) -> None:
         """Drop a database and end its connections."""

@@ -39,7 +39,7 @@ def test_no_test_sees_what_another_wrote(server: Server, run: str) -> None:
 def test_a_test_that_forgets_a_connection_leaves_no_database(server: Server, run: str) -> None:
     with server.database(run) as name:
         forgotten = psycopg.connect(server.dsn(name))
-    assert name not in databases(server)
+    wait_until(lambda: name not in databases(server), 30)
     forgotten.close()
 
 
