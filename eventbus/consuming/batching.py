@@ -19,7 +19,7 @@ from eventbus.consuming.slots import Finish
 from eventbus.consuming.tasks import TaskRunner, forget_cancellation, in_fresh_context
 from eventbus.consuming.threads import ThreadRunner
 from eventbus.event import Event, current_event
-from eventbus.transport import RELEASED, Delivery, Verdict
+from eventbus.transport import DONE, RELEASED, Delivery, Verdict
 
 
 class Collector:
@@ -104,9 +104,9 @@ def _conclude(
 ) -> None:
     """Tell what came of each delivery; those without a verdict run again by themselves."""
     collector.add_alone(delivery for delivery, verdict in zip(batch, verdicts, strict=True) if verdict is None)
-    for delivery, verdict in zip(batch, verdicts, strict=True):
-        if verdict is not None:
-            finish(delivery, verdict)
+    ended = [(delivery, verdict) for delivery, verdict in zip(batch, verdicts, strict=True) if verdict is not None]
+    for delivery, verdict in sorted(ended, key=lambda pair: pair[1] is not DONE):  # what failed knows of what did not
+        finish(delivery, verdict)
 
 
 class BatchTaskRunner(TaskRunner):

@@ -17,7 +17,7 @@ from eventbus.consuming.holdings import Holdings
 from eventbus.consuming.idempotency import execution_of
 from eventbus.consuming.queues import QueueState
 from eventbus.consuming.settling import Settler
-from eventbus.transport import PARKED, RELEASED, ConsumerEngine, Delivery, Lease, Verdict
+from eventbus.transport import DONE, PARKED, RELEASED, ConsumerEngine, Delivery, Lease, Verdict
 
 _CANCEL_PATIENCE = 0.5
 """Seconds that cancelled handlers get to clean up."""
@@ -85,7 +85,10 @@ class Consumer:
     def finish(self, delivery: Delivery, verdict: Verdict, queue: QueueState) -> None:
         """A handler ended; called by the runners on the event loop."""
         queue.pace.finished()
+        queue.finished += 1
         self.handled += 1
+        if verdict is not DONE:
+            verdict = queue.reporter.judged(delivery, verdict)
         if delivery.lease.ordered:
             self._advance(delivery, verdict, queue)
         if queue.completions is not None and verdict.outcome == "done" and delivery.event is not None:

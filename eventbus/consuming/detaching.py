@@ -9,7 +9,7 @@ from __future__ import annotations
 from eventbus.consuming.holdings import Holdings
 from eventbus.consuming.idempotency import execution_of
 from eventbus.consuming.queues import QueueState
-from eventbus.transport import DONE, ConsumerEngine, Delivery, Lease
+from eventbus.transport import DONE, ConsumerEngine, Delivery, Lease, Verdict
 
 
 class Detachment:
@@ -20,6 +20,8 @@ class Detachment:
         self._queue = queue
         self._holdings = holdings
         self._running: dict[int, Delivery] | None = None
+        self.stored: list[tuple[Delivery, Verdict]] = []
+        """What came of those deliveries that were not running, and of those that had committed by themselves."""
 
     async def write(self, engine: ConsumerEngine) -> bool:
         """Tell the engine; false when the lease was lost. After what the engine raises it may have happened or not."""
@@ -32,6 +34,7 @@ class Detachment:
             return False
         outcomes = dict(verdicts + lease.verdicts) | dict.fromkeys(done + lease.done, DONE)
         moved = [self._move(delivery, numbers.get(seq, 0)) for seq, delivery in running.items()]
+        self.stored = [each for each in lease.handled if each[0].seq not in running or each[0].lease.dropped]
         self._holdings.exchange(lease, (delivery.lease for delivery in moved if not delivery.lease.dropped))
         for delivery in moved:
             if delivery.seq in outcomes:
@@ -63,7 +66,7 @@ class Detachment:
         old = self._lease
         delivery.lease = Lease(
             old.queue_id, old.token, old.opened_at, exception_id=exception_id, ordered=True, unfinished=1,
-            probe=old.probe, dropped=exception_id == 0 or old.dropped,
+            probe=old.probe, observed=old.observed, dropped=exception_id == 0 or old.dropped,
         )  # fmt: skip
         if exception_id and delivery.event is not None:
             execution = execution_of(delivery.event)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from eventbus.consuming.boundary import Boundary, Postponed, Results
-from eventbus.consuming.results import conclude, finished, needs_waiting, outcome_of
+from eventbus.consuming.results import conclude, finished, needs_waiting, outcome_of, refuse_unfinished
 from eventbus.consuming.subscriptions import Subscription
 from eventbus.consuming.surrounding import Surround
 from eventbus.consuming.tenure import Tenure
@@ -213,11 +213,16 @@ class Execution:
 
     def _refusing(self, deliveries: Sequence[Delivery], arguments: tuple[Any, ...], read: Read) -> Results:
         result, _ = self._once_blocking(deliveries, arguments)
-        return read(_refuse_unfinished(result))
+        return read(refuse_unfinished(result))
 
     async def attempt_returned(self, deliveries: Sequence[Delivery], unfinished: Unfinished, read: Read) -> Results:
         """Wait for what a plain handler returned; raises what that raised."""
-        return await self._concluded(deliveries, functools.partial(finished, unfinished.result), unfinished.spent, read)
+        work = functools.partial(finished, unfinished.result)
+        if self._surround is None:
+            return await self._concluded(deliveries, work, unfinished.spent, read)
+        async with self._surround.running(deliveries) as call:
+            call.outcomes = results = await self._concluded(deliveries, work, unfinished.spent, read)
+            return results
 
     def _with(self, connection: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*arguments, connection) if self.subscription.handler.takes_connection else arguments
@@ -284,15 +289,3 @@ class Execution:
 
 def _single(result: Any) -> Results:
     return (outcome_of(result),)
-
-
-def _refuse_unfinished(result: Any) -> Any:
-    """The transaction of a plain handler ends with it, so nothing of it may go on later."""
-    if not needs_waiting(result):
-        return result
-    if asyncio.iscoroutine(result):
-        result.close()
-    raise TypeError(
-        f"a plain handler with transactional=True returned a {type(result).__name__}, which would run after its "
-        "transaction; make the handler async def"
-    )

@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 
 from eventbus.consuming.holdings import Holdings, chain
 from eventbus.consuming.queues import NEVER, QueueState
+from eventbus.consuming.reporting import size
 from eventbus.consuming.solitude import Solitude
 from eventbus.errors import BusPaused, Unavailable
 from eventbus.transport import RELEASED, Claimed, ClaimedDue, ConsumerEngine, Delivery, LeaseLost
@@ -74,6 +75,8 @@ class Fetcher:
             "this worker lost its lease; its events went to other workers",
             extra={"leases": len(self._holdings.leases)},
         )
+        for lease in self._holdings.leases:
+            self._queues[lease.queue_id].reporter.lost(size(lease))
         for queue in self._queues.values():
             queue.forget()
         self._orphaned = True
@@ -129,7 +132,11 @@ class Fetcher:
         due = {queue_id: room for queue_id, room in rooms.items() if self._queues[queue_id].retriable(now)}
         if due:
             await self._fetch_due(due)
-        fresh = {queue_id: room for queue_id, room in rooms.items() if self._queues[queue_id].claimable(now)}
+        fresh = {
+            queue_id: left
+            for queue_id, room in rooms.items()
+            if (queue := self._queues[queue_id]).claimable(now) and (left := queue.left(room, now)) > 0
+        }
         if fresh and self._budget() > 0 and not self._holdings.closing:
             await self._fetch_fresh(fresh)
         return self._until_next(time.monotonic())
@@ -218,6 +225,8 @@ class Fetcher:
         for queue_id in queue_ids:
             queue = self._queues[queue_id]
             if queue_id in claimed.paused:
+                if not queue.suspended:
+                    queue.reporter.paused(claimed.paused[queue_id].seconds)
                 queue.pause(claimed.paused[queue_id], now)
             elif queue_id in claimed.probing:
                 queue.await_probe()
@@ -245,8 +254,9 @@ class Fetcher:
     def _take(self, queue_id: int, deliveries: Sequence[Delivery]) -> None:
         if not deliveries or deliveries[0].lease.dropped:
             return
-        self._holdings.take(deliveries)
         queue = self._queues[queue_id]
+        queue.reporter.claimed(deliveries)
+        self._holdings.take(deliveries)
         if not self._holdings.closing and queue.admits(deliveries[0], time.monotonic()):
             queue.offer(deliveries)
             return
@@ -258,7 +268,9 @@ class Fetcher:
         """Seconds until there is something to do without news; 0 when it is already there."""
         earliest = self._polled_at + self.poll_interval
         for queue in self._queues.values():
-            if queue.stands(now):
+            if queue.limited_until > now:
+                earliest = min(earliest, queue.limited_until)
+            elif queue.stands(now):
                 earliest = min(earliest, max(queue.on_hold_until, queue.paused_until))
             elif queue.room(now) > 0:
                 alone_at = max(queue.crashed_at, self._solitude.not_before)

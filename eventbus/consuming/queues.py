@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from eventbus.consuming.holdings import chain
 from eventbus.consuming.idempotency import Completions
 from eventbus.consuming.pace import Pace
+from eventbus.consuming.reporting import QueueReporter, Reporter
 from eventbus.consuming.runners import Runner
 from eventbus.transport import Delivery, Due, Lease, Pause, Verdict
 
 NEVER: Final = float("inf")
+_LIMITED_PAUSE: Final = 1.0
+"""Seconds after which plugins are asked again that let nothing be claimed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +26,9 @@ class QueueState:
     name: str
     runner: Runner
     pace: Pace
+    reporter: QueueReporter = field(default_factory=lambda: QueueReporter(Reporter(), ""))
+    finished: int = 0
+    """Deliveries that were handled here, failures included."""
     completions: Completions | None = None
     """Completed executions, where executions are recorded."""
     skips: bool = False
@@ -44,6 +50,8 @@ class QueueState:
     on_hold_until: float = 0.0
     unsure: bool = False
     """Something was announced since the database was last asked, perhaps a pause."""
+    limited_until: float = 0.0
+    """When to ask the plugins again that let nothing be claimed."""
     release: Callable[[bool], bool] = lambda _probes: False
     """Gives back what has not started, probes too if they are to; whether there was anything. Set by the consumer."""
 
@@ -85,9 +93,17 @@ class QueueState:
 
     def room(self, now: float) -> int:
         """How many more deliveries to claim now."""
-        if self.stands(now):
+        if self.stands(now) or self.limited_until > now:
             return 0
-        return self.pace.room(self.waiting, self.runner.running, now)
+        room = self.pace.room(self.waiting, self.runner.running, now)
+        if room > 0 and self.reporter.limits:
+            room = self.reporter.limit(room, self.waiting + self.runner.running)
+            self.limited_until = 0.0 if room else now + _LIMITED_PAUSE
+        return room
+
+    def left(self, room: int, now: float) -> int:
+        """How much of ``room`` is left after retries were claimed; plugins may want less now."""
+        return min(room, self.room(now)) if self.reporter.limits else room
 
     def offer(self, deliveries: Iterable[Delivery]) -> None:
         """Run these, and after each what follows it in its key."""
@@ -125,7 +141,7 @@ class QueueState:
         self.dry = False
         self.due_at = 0.0
         self.held_until = NEVER
-        self.paused_until = 0.0
+        self.paused_until = self.limited_until = 0.0
         self.unsure = True
 
     def hold(self, seconds: float) -> None:

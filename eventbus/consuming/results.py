@@ -166,3 +166,15 @@ def _storable(text: str, longest: int) -> str:
 
 def _escaped(text: str) -> bytes:
     return text.replace("\0", "\\x00").encode(errors="backslashreplace")
+
+
+def refuse_unfinished(result: Any) -> Any:
+    """The transaction of a plain handler ends with it, so nothing of it may go on later."""
+    if not needs_waiting(result):
+        return result
+    if asyncio.iscoroutine(result):
+        result.close()
+    raise TypeError(
+        f"a plain handler with transactional=True returned a {type(result).__name__}, which would run after its "
+        "transaction; make the handler async def"
+    )

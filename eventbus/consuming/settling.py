@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from eventbus.consuming.detaching import Detachment
 from eventbus.consuming.holdings import Holdings
 from eventbus.consuming.queues import QueueState
+from eventbus.consuming.reporting import size
 from eventbus.errors import Unavailable
-from eventbus.transport import ConsumerEngine, Lease
+from eventbus.transport import ConsumerEngine, Delivery, Lease, Verdict
 
 log = logging.getLogger("eventbus")
 
@@ -68,8 +69,9 @@ class Settler:
         holdings.settleable.clear()
         while holdings.finished:
             leases = list(holdings.finished)
-            for lease in await self._engine.settle(leases):
-                _warn_of_lost(lease)
+            lost = await self._engine.settle(leases)
+            for lease in lost:
+                self._lose(lease)
                 lease.executed.clear()
             settled = set(leases)
             holdings.finished = [lease for lease in holdings.finished if lease not in settled]
@@ -79,6 +81,21 @@ class Settler:
                 self._queues[lease.queue_id].settled(lease, now)
             holdings.news.set()
             holdings.settled.set()
+            self._report(leases, lost)
+
+    def _report(self, leases: Iterable[Lease], lost: Collection[Lease]) -> None:
+        """Tell of what was stored, queue by queue."""
+        stored: dict[int, list[tuple[Delivery, Verdict]]] = {}
+        for lease in leases:
+            if lease.handled and lease not in lost:
+                stored.setdefault(lease.queue_id, []).extend(lease.handled)
+        for queue_id, handled in stored.items():
+            self._queues[queue_id].reporter.stored(handled)
+
+    def _lose(self, lease: Lease) -> None:
+        if not lease.dropped:
+            log.warning("lost a lease while its events ran; they run again elsewhere", extra={"lease": repr(lease)})
+            self._queues[lease.queue_id].reporter.lost(size(lease))
 
     async def _record_progress(self) -> None:
         now = time.monotonic()
@@ -93,11 +110,19 @@ class Settler:
             if not lease.unfinished or not (lease.done or lease.verdicts):
                 continue
             verdicts = lease.verdicts
-            if await self._engine.record_progress(lease):
-                self._queues[lease.queue_id].expect_retries(verdicts, time.monotonic())
+            handled, lease.handled = lease.handled, []
+            try:
+                recorded = await self._engine.record_progress(lease)
+            except BaseException:
+                lease.handled = handled + lease.handled
+                raise
+            if recorded:
+                queue = self._queues[lease.queue_id]
+                queue.expect_retries(verdicts, time.monotonic())
                 self._holdings.news.set()
+                queue.reporter.stored(handled)
             else:
-                _warn_of_lost(lease)
+                self._lose(lease)
                 lease.dropped = True
                 self._holdings.forget(lease)
 
@@ -109,12 +134,8 @@ class Settler:
         del self._detachments[lease]
         if kept:
             queue.settled(lease, time.monotonic())
+            queue.reporter.stored(part.stored)
         else:
-            _warn_of_lost(lease)
+            self._lose(lease)
             lease.dropped = True
         self._holdings.news.set()
-
-
-def _warn_of_lost(lease: Lease) -> None:
-    if not lease.dropped:
-        log.warning("lost a lease while its events ran; they run again elsewhere", extra={"lease": repr(lease)})

@@ -109,10 +109,11 @@ class Settled(Protocol):
         """How many of each outcome; cheap."""
 
     @property
-    def timings(self) -> Sequence[tuple[datetime, float, float]]:
+    def timings(self) -> Sequence[tuple[datetime | None, float, float]]:
         """Of every delivery whose handler was called: when the event was published, when that was, how long it took.
 
-        By the database's clock, in ``time.monotonic()`` seconds, and in seconds. Cheaper than ``results``.
+        By the database's clock, in ``time.monotonic()`` seconds, and in seconds. The first is None unless this was the
+        first attempt of an event that nobody replayed or kept waiting. Cheaper than ``results``.
         """
 
     @property

@@ -1,0 +1,272 @@
+"""Tells plugins and receivers of signals what happens to deliveries, and asks plugins what they may decide.
+
+Before it: the consumer, the fetcher and the settler know that something happened. After it: hooks of plugins, signals.
+Nothing here raises, and what nobody wants to know is not collected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+from eventbus import signals
+from eventbus.consuming.holdings import chain
+from eventbus.plugins.registry import Plugins
+from eventbus.plugins.values import Failure, OutcomeName, Postpone, Result
+from eventbus.transport import DONE, Delivery, Lease, Verdict
+
+log = logging.getLogger("eventbus")
+
+_MOST_WAITING: Final = 10_000
+"""Calls of async receivers that may wait; more are dropped."""
+
+Handled = Sequence[tuple[Delivery, Verdict]]
+
+
+class AsyncReceivers:
+    """Awaits the async receivers of signals one after the other, so that none of them holds up what it is told of."""
+
+    def __init__(self) -> None:
+        self._calls: asyncio.Queue[tuple[Callable[..., Any], Any, Mapping[str, Any]]] = asyncio.Queue(_MOST_WAITING)
+        self._dropped = 0
+
+    def put(self, receiver: Callable[..., Any], sender: Any, what: Mapping[str, Any]) -> None:
+        """Await ``receiver(sender, **what)`` later."""
+        try:
+            self._calls.put_nowait((receiver, sender, what))
+        except asyncio.QueueFull:
+            if not self._dropped:
+                log.error(  # noqa: TRY400 - nothing failed
+                    "async receivers of signals are too slow: what they are told of is dropped until they catch up"
+                )
+            self._dropped += 1
+
+    async def run(self) -> None:
+        """Await them until cancelled."""
+        while True:
+            receiver, sender, what = await self._calls.get()
+            try:
+                await receiver(sender, **what)
+            except Exception:
+                log.exception("the receiver %s of a signal failed; ignored", receiver)
+            finally:
+                self._calls.task_done()
+            if self._dropped and self._calls.empty():
+                log.warning("async receivers have caught up; %d calls were dropped", self._dropped)
+                self._dropped = 0
+
+    async def finish(self, seconds: float) -> None:
+        """Wait until all were awaited, that long at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._calls.join()
+
+
+class Reporter:
+    """What is the same for all queues of a worker. ``sender``: the bus, for signals."""
+
+    def __init__(self, plugins: Plugins | None = None, sender: Any = None) -> None:
+        self.plugins = plugins or Plugins()
+        self.receivers = AsyncReceivers()
+        self._sender = sender
+        self._relayed = self.plugins.of("eventbus_relayed")
+
+    def send(self, signal: signals.Signal, **what: Any) -> None:
+        """Announce something."""
+        if signal.receivers:
+            signals.send(signal, self._sender, self.receivers.put, **what)
+
+    def tell(self, hook: str, **given: Any) -> None:
+        """Call a hook that is called rarely."""
+        self.plugins.tell(self.plugins.of(hook), **given)
+
+    @property
+    def wants_relayed(self) -> bool:
+        """Whether anybody wants to know what the relay does."""
+        return bool(self._relayed or signals.relayed.receivers)
+
+    def relayed(self, deliveries: Mapping[str, int]) -> None:
+        """Events were moved into queues."""
+        self.plugins.tell(self._relayed, deliveries=deliveries)
+        self.send(signals.relayed, deliveries=deliveries)
+
+
+class QueueReporter:
+    """The same for one queue, with the plugins that are chosen for it."""
+
+    def __init__(self, reporter: Reporter, queue: str) -> None:
+        plugins = reporter.plugins
+        self._reporter = reporter
+        self._queue = queue
+        self._claimed = plugins.of("eventbus_claimed", queue)
+        self._limits = plugins.of("eventbus_limit_claim", queue)
+        self._failed = plugins.of("eventbus_handler_failed", queue)
+        self._settled = plugins.of("eventbus_settled", queue)
+        self._lost = plugins.of("eventbus_lease_lost", queue)
+
+    @property
+    def limits(self) -> bool:
+        """Whether a plugin may want to claim less."""
+        return bool(self._limits)
+
+    def limit(self, room: int, held: int) -> int:
+        """How many to claim of ``room``, ``held`` being here."""
+        answers = self._reporter.plugins.tell(self._limits, queue=self._queue, room=room, held=held)
+        numbers = [int(answer) for answer in answers if isinstance(answer, int)]
+        return max(0, min([room, *numbers]))
+
+    def claimed(self, deliveries: Sequence[Delivery]) -> None:
+        """These were claimed: observe them if anybody wants to know what comes of them."""
+        if self._settled or any(signal.receivers for signal in signals.OF_OUTCOMES):
+            for delivery in deliveries:
+                for each in chain(delivery):
+                    each.lease.observed = True
+        if deliveries[0].lease.probe:
+            self._reporter.send(signals.probing, queue=self._queue)
+        if self._claimed or signals.claimed.receivers:
+            count = sum(1 for delivery in deliveries for _ in chain(delivery))
+            self._reporter.plugins.tell(self._claimed, queue=self._queue, count=count)
+            self._reporter.send(signals.claimed, queue=self._queue, count=count)
+
+    def judged(self, delivery: Delivery, verdict: Verdict) -> Verdict:
+        """The verdict that stands: plugins may postpone what has failed."""
+        error, delivery.error = delivery.error, None
+        event = delivery.event
+        if not self._failed or event is None or verdict.outcome not in ("retry", "dead"):
+            return verdict
+        outcome: Any = verdict.outcome
+        failure = Failure(self._queue, event, error, outcome, delivery.lease.probe, delivery.began)
+        for implementation in self._failed:
+            for answer in self._reporter.plugins.tell([implementation], queue=self._queue, failure=failure):
+                if isinstance(answer, Postpone):
+                    return Verdict("deferred", max(0.0, answer.seconds), verdict.reason, verdict.error)
+        return verdict
+
+    def stored(self, handled: Handled) -> None:
+        """What came of these was stored."""
+        if not handled:
+            return
+        if self._settled:
+            self._reporter.plugins.tell(self._settled, queue=self._queue, settled=Group(self._queue, handled))
+        if any(signal.receivers for signal in signals.OF_OUTCOMES):
+            for delivery, verdict in handled:
+                self._announce(delivery, verdict)
+
+    def lost(self, deliveries: int) -> None:
+        """A lease was lost with so many deliveries."""
+        self._reporter.plugins.tell(self._lost, queue=self._queue, deliveries=deliveries)
+        self._reporter.send(signals.lease_lost, queue=self._queue, deliveries=deliveries)
+
+    def paused(self, seconds: float | None) -> None:
+        """The queue turned out to be paused."""
+        self._reporter.send(signals.queue_paused, queue=self._queue, seconds=seconds)
+
+    def _announce(self, delivery: Delivery, verdict: Verdict) -> None:
+        send, event, queue = self._reporter.send, delivery.event, self._queue
+        attempt = 1 if event is None else event.attempt
+        match outcome_name(verdict):
+            case "done":
+                send(signals.handled, queue=queue, event=event, attempt=attempt, seconds=delivery.spent)
+            case "duplicate":
+                send(signals.skipped, queue=queue, event=event)
+            case "discarded":
+                send(signals.discarded, queue=queue, event=event, attempt=attempt, reason=verdict.reason)
+            case "retry":
+                again = {"delay": verdict.delay, "error": verdict.error}
+                send(signals.retried, queue=queue, event=event, attempt=attempt, **again)
+            case "dead":
+                why = {"reason": verdict.reason, "error": verdict.error}
+                send(signals.dead_lettered, queue=queue, event=event, attempt=attempt, **why)
+            case "released":
+                send(signals.released, queue=queue, event=event)
+            case "deferred":
+                send(signals.deferred, queue=queue, event=event, delay=verdict.delay)
+            case "parked":
+                send(signals.parked, queue=queue, event=event)
+
+
+class Group:
+    """Deliveries of one queue whose outcomes were stored together: :class:`eventbus.plugins.Settled`."""
+
+    __slots__ = ("_handled", "_others", "_results", "queue")
+
+    def __init__(self, queue: str, handled: Handled) -> None:
+        self.queue = queue
+        self._handled = handled
+        self._others = [verdict for _, verdict in handled if verdict is not DONE]
+        self._results: list[Result] | None = None
+
+    @property
+    def counts(self) -> Mapping[OutcomeName, int]:
+        """How many of each outcome."""
+        counts: Counter[OutcomeName] = Counter(map(outcome_name, self._others)) if self._others else Counter()
+        if done := len(self._handled) - len(self._others):
+            counts["done"] += done
+        return counts
+
+    @property
+    def timings(self) -> Sequence[tuple[datetime | None, float, float]]:
+        """When published (of first attempts of fresh events), when called, and how long it took."""
+        return [
+            (event.published_at if is_fresh(delivery) else None, delivery.began, delivery.spent)
+            for delivery, verdict in self._handled
+            if (verdict is DONE or was_called(verdict)) and (event := delivery.event) is not None
+        ]
+
+    @property
+    def results(self) -> Sequence[Result]:
+        """One for each delivery."""
+        if self._results is None:
+            self._results = [_result(self.queue, delivery, verdict) for delivery, verdict in self._handled]
+        return self._results
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether a handler failed or gave up."""
+        return any(verdict.outcome in ("retry", "dead") for verdict in self._others)
+
+    @property
+    def has_probe(self) -> bool:
+        """Whether one of them tried a paused queue."""
+        return any(delivery.lease.probe for delivery, _ in self._handled)
+
+
+def outcome_name(verdict: Verdict) -> OutcomeName:
+    """The outcome of a verdict as plugins call it."""
+    return verdict.kind or verdict.outcome
+
+
+def was_called(verdict: Verdict) -> bool:
+    """Whether the handler was called, and came to an end."""
+    return verdict.kind == "discarded" or verdict.outcome in ("retry", "dead") or verdict is DONE
+
+
+def is_fresh(delivery: Delivery) -> bool:
+    """Whether it is the first attempt of an event that nobody replayed or kept waiting."""
+    return not delivery.lease.exception_id and not (delivery.event is not None and delivery.event.replay_id)
+
+
+def size(lease: Lease) -> int:
+    """How many deliveries a lease is about."""
+    return 1 if lease.exception_id else lease.hi - lease.lo + 1
+
+
+def _result(queue: str, delivery: Delivery, verdict: Verdict) -> Result:
+    event, called = delivery.event, was_called(verdict) or verdict.outcome == "deferred"
+    return Result(
+        queue=queue,
+        event=event,
+        outcome=outcome_name(verdict),
+        attempt=1 if event is None else event.attempt,
+        started_at=delivery.began if called and event is not None else 0.0,
+        seconds=delivery.spent if called and event is not None else 0.0,
+        probe=delivery.lease.probe,
+        delay=verdict.delay,
+        reason=verdict.reason,
+        error=verdict.error,
+    )
