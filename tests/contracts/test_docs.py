@@ -10,6 +10,8 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
@@ -21,7 +23,8 @@ import typer
 from psycopg.conninfo import conninfo_to_dict
 
 from eventbus.cli import GROUPS
-from eventbus.cli.options import new_app
+from eventbus.cli.options import Commands, new_app
+from eventbus.plugins.registry import Plugins, loaded
 from eventbus.postgres.migrate import migrate
 from eventbus.settings import PREFIX, Settings
 from tests.documents import ROOT, Page, pages
@@ -185,7 +188,7 @@ def test_every_command_that_a_page_names_exists(page: Page) -> None:
 
 @each_page
 def test_every_setting_that_a_page_names_exists(page: Page) -> None:
-    known = {variable_of(field) for field in Settings.model_fields}
+    known = {variable_of(field) for field in Settings.model_fields} | set(variables_of_plugins())
     assert set(_VARIABLE.findall(page.text)) <= known
 
 
@@ -233,9 +236,30 @@ def settings_table() -> str:
     """The settings as a table, made from the code."""
     rows = ["| variable | default | what it is |", "| --- | --- | --- |"]
     for name, field in Settings.model_fields.items():
-        default = "none" if field.default is None else f"`{json.dumps(field.default)}`".replace('"', "")
+        if name == "plugin_settings":  # each has a variable of its own
+            continue
+        text = ",".join(field.default) if isinstance(field.default, tuple) else json.dumps(field.default).strip('"')
+        default = "none" if field.default in (None, ()) else f"`{text}`"
         rows.append(f"| `{variable_of(name)}` | {default} | {field.description} |")
     return "\n".join(rows)
+
+
+def variables_of_plugins() -> Iterator[str]:
+    """The environment variables of the settings of our plugins and of those in the examples."""
+    for plugin in our_plugins():
+        fields = () if plugin.settings is None else type(plugin.settings).model_fields
+        for field in (*fields, "queues", "except_queues"):
+            yield f"{PREFIX}{plugin.name}_{field}".upper()
+
+
+def our_plugins() -> Plugins:
+    """The plugins that come along and those of the examples."""
+    names = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]["eventbus"]
+    examples = ("examples.audit_plugin:Audit", "examples.error_reporting_plugin:ErrorReporting")
+    settings = {"error_reporting": {"capture": "builtins:print"}}
+    found = loaded(Settings(plugins=(*names, *examples), plugin_settings=settings))
+    found.require_all()
+    return found
 
 
 def variable_of(field: str) -> str:
@@ -261,6 +285,7 @@ def application() -> Any:
     app = new_app()
     for group in GROUPS:
         import_module(f"eventbus.cli.{group}").register(app)
+    our_plugins().ask("eventbus_commands", commands=Commands(app))
     return typer.main.get_command(app)
 
 
