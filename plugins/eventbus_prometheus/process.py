@@ -107,7 +107,7 @@ class Process:
         """Outcomes were stored. ``ahead``: database's seconds since 1970 minus monotonic ones; None: not known."""
         timings = settled.timings
         handling = [seconds for _, _, seconds in timings]
-        waiting = [] if ahead is None else [_waited(*timing, ahead) for timing in timings]
+        waiting = [] if ahead is None else _waited(timings, ahead)
         with self._lock:
             for outcome, number in settled.counts.items():
                 self._totals.outcomes[queue, outcome] += number
@@ -185,7 +185,7 @@ def _families(totals: Totals, pools: Mapping[str, tuple[int, int]]) -> Iterator[
 def _histograms(times: Mapping[str, tuple[Distribution, Distribution]]) -> Iterator[Metric]:
     handler = HistogramMetricFamily("eventbus_handler_seconds", "How long handlers took.", labels=("queue",))
     waiting = HistogramMetricFamily(
-        "eventbus_waiting_seconds", "From an event's INSERT to the start of its handler.", labels=("queue",)
+        "eventbus_waiting_seconds", "From an event's INSERT to the start of its first handling.", labels=("queue",)
     )
     for queue, both in times.items():
         for family, distribution in zip((handler, waiting), both, strict=True):
@@ -206,8 +206,9 @@ def _outage(totals: Totals) -> Iterator[Metric]:
     )
 
 
-def _waited(published: datetime, started: float, _seconds: float, ahead: float) -> float:
-    return max(started + ahead - published.timestamp(), 0.0)
+def _waited(timings: Sequence[tuple[datetime | None, float, float]], ahead: float) -> list[float]:
+    """How long events waited that were handled for the first time; a clock that is set back is no negative time."""
+    return [max(began + ahead - sent.timestamp(), 0.0) for sent, began, _ in timings if sent is not None]
 
 
 def _counter(

@@ -6,6 +6,7 @@ import threading
 import time
 from bisect import bisect_left
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -125,6 +126,17 @@ async def test_handler_and_waiting_times_are_by_the_clock_of_the_database(bench:
 
 def test_without_the_clock_of_the_database_nothing_is_said_about_waiting(bench: PluginBench) -> None:
     bench.call("eventbus_settled", queue="ledger", settled=new_settled("done", queue="ledger"))
+    found = scraped(bench)
+    assert found["eventbus_handler_seconds_count", "ledger"] == 1
+    assert found["eventbus_waiting_seconds_count", "ledger"] == 0
+
+
+async def test_a_retry_counts_for_the_handler_and_not_as_waiting(bench: PluginBench) -> None:
+    worker = BenchWorker([new_queue("ledger")])
+    worker.answers = [[(1_700_000_000.0,)]]
+    await bench.call("eventbus_worker_ready", worker=worker)
+    retry: Any = SimpleNamespace(counts={"done": 1}, timings=[(None, time.monotonic(), 0.2)])
+    bench.call("eventbus_settled", queue="ledger", settled=retry)
     found = scraped(bench)
     assert found["eventbus_handler_seconds_count", "ledger"] == 1
     assert found["eventbus_waiting_seconds_count", "ledger"] == 0
