@@ -150,6 +150,7 @@ def test_equally_seeded_programs_never_make_the_same_id() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # whoever runs the tests may have threads
 def test_a_forked_child_never_makes_the_ids_of_its_parent() -> None:
     new_event_id(same_moment)
     children = {_in_child(lambda: new_event_id(same_moment)) for _ in range(4)}
