@@ -65,9 +65,9 @@ class Circuit:
         """Why it became doubtful, or opened."""
 
     def failed(self, failure: Failure, load: Load, now: float, *, counts: bool) -> Reaction:
-        """A call has failed, which is not among ``load.finished`` yet."""
+        """A call has failed, which is among ``load.finished``."""
         if self.state == "open" and not failure.probe and failure.started_at > self.since:
-            self.close(load.finished, now)  # it could only begin because another process has closed it
+            self.close(load.finished - 1, now)  # it could only begin because another process has closed it
         self._tally.failed(failure.started_at, load.finished, now, counts=counts)
         if not counts:
             return NOTHING

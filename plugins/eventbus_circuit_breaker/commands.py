@@ -48,7 +48,7 @@ def circuits(
         invocation.screen.table(_COLUMNS, [_row(breaker) for breaker in shown])
     else:
         closed = sum(breaker.closed_at is not None for breaker in found)
-        more = f"; {closed} were and are closed again (--all)" if closed else ""
+        more = f"; {closed} {'was' if closed == 1 else 'were'}, and closed again (--all)" if closed else ""
         invocation.screen.note(f"no circuit breaker is open{more}")
     if any(breaker.state != "closed" for breaker in found):
         raise typer.Exit(1)

@@ -58,15 +58,15 @@ class Tally:
         return self._successes
 
     def failed(self, began: float, finished: int, now: float, *, counts: bool) -> None:
-        """One call has failed and is not among ``finished`` yet. One that does not count breaks no row either."""
-        self.look(finished, now)
+        """One call has failed, which is among ``finished``. One that does not count breaks no row either."""
         self._told += 1
+        self.look(finished, now)
         if counts:
             self._counted += 1
             self._row += began >= self._fruitless_since
 
     def look(self, finished: int, now: float) -> int:
-        """Calls that ended well; all failed ones are among ``finished``. The more looks, the better times are known."""
+        """How many calls ended well by now. The more looks, the better it is known when."""
         successes = finished - self._begun_with - self._told
         if successes > self._successes:
             self._successes, self._fruitless_since, self._row = successes, now, 0
@@ -77,12 +77,9 @@ class Tally:
         return successes
 
     def share(self, finished: int, running: int) -> str | None:
-        """What to say of the share of the window, if it is too high, right after a failure that is not in ``finished``.
-
-        Calls that run count as good ones.
-        """
+        """What to say of the share of the window, if it is too high. Calls that run count as good ones."""
         options, oldest = self._options, self._marks[0]
-        failures, calls = self._counted - oldest.counted, finished + 1 - oldest.finished + running
+        failures, calls = self._counted - oldest.counted, finished - oldest.finished + running
         if options.ratio is None or calls < options.least_calls or failures < options.ratio * calls:
             return None
         return f"{failures} of {calls} calls failed within {options.window:g} s"

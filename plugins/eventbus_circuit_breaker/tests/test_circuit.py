@@ -25,8 +25,8 @@ def opened(now: float = 10.0, seconds: float = 30.0, trips: int = 1) -> Circuit:
 def fail(circuit: Circuit, times: int, finished: int = 0, now: float = 1.0, running: int = 0) -> Reaction:
     reaction = NOTHING
     for _ in range(times):
-        reaction = circuit.failed(failure(began=now), Load(finished, running), now, counts=True)
         finished += 1
+        reaction = circuit.failed(failure(began=now), Load(finished, running), now, counts=True)
     return reaction
 
 
@@ -51,10 +51,10 @@ class Slots:
                 self.calls += 1
             if self._running:
                 now, _, began, ok = heapq.heappop(self._running)
+                self._finished += 1
                 if not ok:
                     load = Load(self._finished, len(self._running))
                     self.circuit.failed(failure(began=began), load, now, counts=True)
-                self._finished += 1
             elif self.calls >= events and self.circuit.state == "closed":
                 break
             if self.circuit.state == "doubtful":

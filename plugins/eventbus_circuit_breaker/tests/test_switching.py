@@ -36,8 +36,8 @@ class Play:
         return [self.failed(failure(began=LATER, **how)) for _ in range(times)]
 
     def failed(self, what: Failure) -> Postpone | None:
-        answer: Postpone | None = self.bench.call("eventbus_handler_failed", queue="q", failure=what)
         self.worker.handled["q"] = self.worker.finished("q") + 1
+        answer: Postpone | None = self.bench.call("eventbus_handler_failed", queue="q", failure=what)
         return answer
 
     def settle(self, *results: Any) -> None:
