@@ -50,8 +50,13 @@ def test_make_test_checks_everything_and_pytest_speaks_last(project: Path) -> No
         "ruff check",
         "mypy",
         "lint-imports --no-logo",
-        "python -m pytest -k topics",
+        "python -m pytest -n 4 --dist worksteal -k topics",
     ]
+
+
+def test_how_many_tests_run_at_once_can_be_chosen(project: Path) -> None:
+    _, ran = run(project, "make", "test", "WORKERS=0")
+    assert ran[-1].startswith("python -m pytest -n 0 ")
 
 
 def test_ci_runs_make_test_from_wherever_it_is_called(project: Path) -> None:

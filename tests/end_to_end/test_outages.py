@@ -387,7 +387,8 @@ def test_a_server_that_became_read_only_is_left_and_used_again_once_it_takes_wri
         admin.execute(f'ALTER DATABASE "{admin.info.dbname}" SET default_transaction_read_only = off')
     scene.wait_for("all", "end", 2)
     assert consumer.exit_code() is None
-    assert len(outages(consumer.log)) <= 4, consumer.log
+    links = 5  # each may have connected while the server was read-only, and finds out when it writes
+    assert len(outages(consumer.log)) <= 2 * (1 + links), consumer.log
 
 
 def test_until_idle_ends_with_an_error_when_the_bus_is_paused_instead_of_waiting_for_ever(scene: Scene) -> None:
