@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from opentelemetry import propagate
-from opentelemetry.context import Context
+from opentelemetry.context import Context, get_current
 from opentelemetry.propagators.textmap import Getter, Setter
+from opentelemetry.trace import Span, set_span_in_context
 
 _BAGGAGE: Final = "baggage"
 
@@ -54,6 +55,13 @@ def inject(own: Mapping[str, str | None] | None, headers: dict[str, str]) -> Non
             headers.pop(name, None)
     allowed = ({_BAGGAGE} if foreign else carrier.keys()) - named
     headers.update({name: carrier[name] for name in allowed & carrier.keys()})
+
+
+def inside(span: Span, context: Context | None = None) -> Context:
+    """``context``, or the current one, with this span in it; one that is of no trace changes nothing."""
+    if not span.get_span_context().is_valid:  # a tracer without an SDK, in older versions also below a valid parent
+        return get_current() if context is None else context
+    return set_span_in_context(span, context)
 
 
 def has_own_trace(own: Mapping[str, str | None] | None) -> bool:

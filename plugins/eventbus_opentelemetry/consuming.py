@@ -26,7 +26,7 @@ from opentelemetry.trace import (
 from eventbus import Event
 from eventbus.hookspecs import Around
 from eventbus.plugins import Call, QueueFacts
-from eventbus_opentelemetry.carrying import extract
+from eventbus_opentelemetry.carrying import extract, inside
 from eventbus_opentelemetry.conventions import (
     ATTEMPT,
     BATCH_COUNT,
@@ -69,7 +69,7 @@ class Consuming:
         @contextmanager
         def surround(call: Call) -> Iterator[None]:
             span, context = start(name, attributes, call)
-            token = attach(set_span_in_context(span, context))
+            token = attach(inside(span, context))
             began = time.perf_counter()
             try:
                 yield

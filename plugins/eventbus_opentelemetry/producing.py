@@ -12,10 +12,10 @@ from contextvars import ContextVar
 from typing import Final
 
 from opentelemetry.context import attach, detach
-from opentelemetry.trace import Link, Span, SpanKind, StatusCode, Tracer, get_current_span, set_span_in_context
+from opentelemetry.trace import Link, Span, SpanKind, StatusCode, Tracer, get_current_span
 
 from eventbus import OutboxEvent
-from eventbus_opentelemetry.carrying import extract, has_own_trace, inject
+from eventbus_opentelemetry.carrying import extract, has_own_trace, inject, inside
 from eventbus_opentelemetry.conventions import (
     BATCH_COUNT,
     CONVERSATION_ID,
@@ -60,7 +60,7 @@ class Producing:
         alone = len(events) == 1 and span.is_recording()
         if alone:
             self._describe(span, events[0])
-        here, single = attach(set_span_in_context(span)), self._single.set(span if alone else None)
+        here, single = attach(inside(span)), self._single.set(span if alone else None)
         try:
             yield
         except BaseException as error:

@@ -10,7 +10,7 @@ import pytest
 from opentelemetry import baggage
 from opentelemetry.context import attach, get_current, set_value
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler
-from opentelemetry.trace import NoOpTracerProvider, SpanKind, StatusCode, get_current_span
+from opentelemetry.trace import INVALID_SPAN, NoOpTracer, NoOpTracerProvider, SpanKind, StatusCode, get_current_span
 
 from eventbus import DeadLetter, Discard, Event, OutboxEvent, Retry
 from eventbus.plugins import Call
@@ -305,7 +305,12 @@ def test_what_is_not_sampled_is_not_recorded_and_neither_is_what_follows(sampler
     assert int(span, 16) != SPAN
 
 
-def test_without_an_sdk_the_trace_goes_through_to_what_the_handler_publishes() -> None:
+@pytest.mark.parametrize("parents", [True, False], ids=["knows parents", "forgets parents"])
+def test_without_an_sdk_the_trace_goes_through_to_what_the_handler_publishes(
+    parents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not parents:  # as versions of the API do that we support
+        monkeypatch.setattr(NoOpTracer, "start_span", lambda *_, **__: INVALID_SPAN)
     plugin = OpenTelemetry(OpenTelemetry.Settings(), NoOpTracerProvider())
     headers: dict[str, str] = {}
     follow_up, event = OutboxEvent("orders.booked"), traced()
