@@ -73,8 +73,8 @@ def _next(breaker: Breaker) -> str:
             return ""
 
 
-def _seconds(seconds: float | None) -> str:
-    whole = round(seconds or 0.0)
+def _seconds(seconds: float) -> str:
+    whole = round(seconds)
     return f"{whole} s" if whole < 120 else f"{round(whole / 60)} min"
 
 

@@ -6,6 +6,7 @@ repeated.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
@@ -21,6 +22,11 @@ from eventbus_circuit_breaker.sql import CLOSE, LOOK, OPEN, STATES
 
 SOURCE: Final = "circuit_breaker"
 """Under this name the breakers pause queues."""
+
+_RIGHTS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "0001_circuits": {"circuit_breakers": ("SELECT", "INSERT", "UPDATE"), "circuit_breaker_states": ("SELECT",)}
+}
+"""What a role that consumes may do with the tables of each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,8 @@ class Breaker:
 
     queue: str
     state: Literal["closed", "open", "probing", "ready"]
-    seconds: float | None
+    seconds: float
+    """How long that lasts at most; 0 if it is closed or ready."""
     trips: int
     began_at: datetime | None
     opened_at: datetime | None
@@ -96,4 +103,5 @@ def migrations() -> list[Migration]:
     """The steps of the breakers' table and functions, in order."""
     folder = resources.files("eventbus_circuit_breaker") / "migrations"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".sql")), key=lambda file: file.name)
-    return [Migration(file.name.removesuffix(".sql"), file.read_text(encoding="utf-8")) for file in files]
+    steps = {file.name.removesuffix(".sql"): file.read_text(encoding="utf-8") for file in files}
+    return [Migration(name, text, _RIGHTS.get(name, {})) for name, text in steps.items()]

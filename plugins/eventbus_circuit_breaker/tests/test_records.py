@@ -9,6 +9,8 @@ import psycopg
 import pytest
 from psycopg import sql
 
+from eventbus.postgres.migrate import migrate
+from eventbus.postgres.privileges import CONSUME, Right, grants
 from eventbus.testing.plugins import PluginBench
 from eventbus_circuit_breaker.health import findings
 from eventbus_circuit_breaker.plugin import CircuitBreaker
@@ -22,8 +24,7 @@ class Table:
 
     def __init__(self, connection: psycopg.Connection) -> None:
         self.connection = connection
-        for migration in migrations():
-            connection.execute(migration.sql.replace("{schema}", "eventbus").encode())
+        migrate(connection.info.dsn, "eventbus", [("circuit_breaker", step) for step in migrations()])
         queue = {"patterns": ["#"], "kind": "plain", "tracking": "none"}
         connection.execute(
             "SELECT eventbus.declare_queues(%s)", [json.dumps([queue | {"name": name} for name in ("q", "other")])]
@@ -197,6 +198,23 @@ def test_a_person_may_close_it_whatever_its_probes_say(table: Table) -> None:
     assert closing is not None
     assert closing.trips == 1
     assert close_by_hand(table.connection, "eventbus", "q") is None
+
+
+def test_a_role_that_only_consumes_can_open_and_close_it_with_the_rights_that_are_named(table: Table, run: str) -> None:
+    role = f"eventbus_test_{run}_breaker"
+    own = [Right(name, rights) for step in migrations() for name, rights in step.rights.items()]
+    table.connection.execute(f"CREATE ROLE {role}".encode())
+    try:
+        for statement in grants([*CONSUME, *own], "eventbus", role):
+            table.connection.execute(statement.encode())
+        table.connection.execute(f"SET ROLE {role}".encode())
+        assert table.open()[0] == "opened"
+        assert table.ask(LOOK, "q")[1] == 1
+        assert table.close(probe_age=None)[1] == 1
+    finally:
+        table.connection.execute("RESET ROLE")
+        table.connection.execute(f"DROP OWNED BY {role}".encode())
+        table.connection.execute(f"DROP ROLE {role}".encode())
 
 
 def test_it_says_that_a_probe_is_out_and_that_one_was_lost(table: Table) -> None:
