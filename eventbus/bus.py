@@ -11,12 +11,15 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from eventbus import settings as settings_module
+from eventbus.consuming.reporting import Reporter
 from eventbus.consuming.subscriptions import Subscription, Subscriptions
 from eventbus.errors import ConfigurationError
+from eventbus.plugins.registry import Plugins, loaded
 from eventbus.postgres.publishing import PublishStatements
+from eventbus.publishing.interception import Interception, register_adapter
 from eventbus.publishing.outbox import Outbox
 from eventbus.runtime.loop import run
-from eventbus.runtime.worker import Worker
+from eventbus.runtime.worker import Parts, Worker
 from eventbus.settings import Settings
 from eventbus.station import Station
 
@@ -25,12 +28,14 @@ class EventBus:
     """One bus: what is subscribed to it and how to publish to it.
 
     Settings that are not given are read from the environment and ``pyproject.toml`` when they are first needed.
+    ``plugins``: classes or objects of the program's own, beside those that the settings name.
     """
 
-    def __init__(self, settings: Settings | None = None) -> None:
+    def __init__(self, settings: Settings | None = None, *, plugins: Sequence[Any] = ()) -> None:
         self.subscriptions = Subscriptions()
         self.subscribe = self.subscriptions.subscribe
         self._settings = settings
+        self._own_plugins = tuple(plugins)
 
     @property
     def settings(self) -> Settings:
@@ -42,7 +47,18 @@ class EventBus:
     @functools.cached_property
     def outbox(self) -> Outbox:
         """Publishes in the caller's transaction."""
-        return Outbox(PublishStatements(self.settings.schema_name), self.settings)
+        self.plugins.require_all()
+        statements = PublishStatements(self.settings.schema_name)
+        outbox = Outbox(statements, self.settings, Interception(self.plugins, self))
+        for plugin, adapters in self.plugins.ask("eventbus_connection_adapters"):
+            for adapter in adapters:
+                register_adapter(outbox.connections, plugin.name, adapter)
+        return outbox
+
+    @functools.cached_property
+    def plugins(self) -> Plugins:
+        """The plugins in force; loaded when they are first needed. What is wrong with them is in their ``problems``."""
+        return loaded(self.settings, self._own_plugins)
 
     def worker(
         self,
@@ -54,8 +70,22 @@ class EventBus:
     ) -> Worker:
         """A worker for this process; ``await worker.run()`` consumes. See :meth:`consume`."""
         settings = settings or self.settings
-        station = Station(settings, self._chosen(queues), self._using, wait=wait)
-        return Worker(station.parts(), drain_timeout=settings.drain_timeout, until_idle=until_idle)
+        plugins = self.plugins_for(settings)
+        chosen = self._chosen(queues)
+        parts = transport_parts(plugins, settings, chosen)
+        if parts is None:
+            parts = Station(settings, chosen, self._using, Reporter(plugins, self), wait=wait).parts()
+        return Worker(parts, drain_timeout=settings.drain_timeout, until_idle=until_idle)
+
+    def plugins_for(self, settings: Settings) -> Plugins:
+        """Those for these settings; raises :class:`ConfigurationError` for whatever is wrong with one of them."""
+        same = self._settings is not None and (settings.plugins, settings.plugin_settings) == (
+            self._settings.plugins,
+            self._settings.plugin_settings,
+        )
+        plugins = self.plugins if same else loaded(settings, self._own_plugins)
+        plugins.require_all()
+        return plugins
 
     def consume(
         self,
@@ -86,6 +116,19 @@ class EventBus:
         if not chosen:
             raise ConfigurationError("nothing to consume: no handler is subscribed; decorate one with @subscribe(...)")
         return chosen
+
+
+def transport_parts(plugins: Plugins, settings: Settings, subscriptions: Sequence[Subscription]) -> Parts | None:
+    """The parts of a worker that a plugin builds for the DSN; None: it is PostgreSQL's."""
+    scheme, separator, _ = (settings.dsn or "").partition("://")
+    if not separator or scheme in ("postgresql", "postgres"):
+        return None
+    for plugin, build in plugins.ask("eventbus_transport", scheme=scheme):
+        parts = build(settings, subscriptions)
+        if not isinstance(parts, Parts):
+            raise ConfigurationError(f"the transport {scheme} of plugin {plugin.name} builds no Parts of a worker")
+        return parts
+    raise ConfigurationError(f"no plugin has a transport for {scheme}://; postgresql:// needs none")
 
 
 @functools.cache

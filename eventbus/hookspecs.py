@@ -68,7 +68,7 @@ class Start:
 
     @hookspec
     def eventbus_pages(self, worker: WorkerHandle) -> Sequence[Page]:  # type: ignore[empty-body]
-        """Pages of the worker's HTTP port (setting ``http_port``); asked once, when the worker is ready."""
+        """Pages of the worker's HTTP port (setting ``http_port``); asked once, before it connects."""
 
 
 class Publishing:

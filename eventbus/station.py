@@ -6,41 +6,45 @@ import asyncio
 import functools
 import logging
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 from uuid import UUID
 
 import psycopg
 
+from eventbus import signals
 from eventbus.consuming.consumer import Consumer, Limits
 from eventbus.consuming.execution import Execution
-from eventbus.consuming.idempotency import Completions, execution_of
+from eventbus.consuming.idempotency import Completions, knower
 from eventbus.consuming.pace import Pace
 from eventbus.consuming.queues import QueueState
 from eventbus.consuming.remembering import require_remembered
+from eventbus.consuming.reporting import QueueReporter, Reporter
 from eventbus.consuming.runners import Finish, runner_for
 from eventbus.consuming.subscriptions import Subscription
+from eventbus.consuming.surrounding import facts_of, surround_of
 from eventbus.consuming.tenure import Tenure
 from eventbus.errors import ConfigurationError, Unavailable
+from eventbus.postgres.announcing import Announcer
 from eventbus.postgres.breaker import LONGEST_PAUSE, Breaker, Turn
 from eventbus.postgres.claiming import PostgresConsumer
 from eventbus.postgres.connecting import connect_blocking, conninfo
+from eventbus.postgres.duties import begin_duties
+from eventbus.postgres.handle import Handle, PluginConnection
 from eventbus.postgres.heartbeat import Heartbeat, Pulse, Watch
 from eventbus.postgres.link import Link, describe, turned_away
 from eventbus.postgres.listener import Ears, Listener
 from eventbus.postgres.maintenance import Maintenance
 from eventbus.postgres.migrate import require_current
-from eventbus.postgres.outage import Outage
 from eventbus.postgres.relaying import PostgresRelay
 from eventbus.postgres.statements import Statements
 from eventbus.postgres.transactions import Bind, Transactions
 from eventbus.postgres.tries import Patience
 from eventbus.postgres.watching import Watching
 from eventbus.publishing.relay import Relay
+from eventbus.runtime.life import Background, Life
 from eventbus.runtime.worker import Parts
 from eventbus.settings import Settings
-from eventbus.transport import Delivery
 
 log = logging.getLogger("eventbus")
 
@@ -51,10 +55,18 @@ _LONGEST_SILENCE: Final = 3600.0
 class Station:
     """One worker's place in one database. ``wait``: a server that is away at the start is waited for.
 
-    ``using`` makes a connection the one to publish on, for a block.
+    ``using`` makes a connection the one to publish on, for a block. ``reporter`` has the plugins.
     """
 
-    def __init__(self, settings: Settings, subscriptions: Sequence[Subscription], using: Bind, *, wait: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        subscriptions: Sequence[Subscription],
+        using: Bind,
+        reporter: Reporter,
+        *,
+        wait: bool,
+    ) -> None:
         if settings.dsn is None:
             raise ConfigurationError("no database: set EVENTBUS_DSN")
         for subscription in subscriptions:
@@ -63,14 +75,18 @@ class Station:
         self._subscriptions = subscriptions
         self._wait = wait
         self._using = using
+        self._reporter = reporter
         self._boundaries: list[Transactions] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._background = Background(reporter)
+        self._announcer = Announcer(reporter, self._on_loop, self._background.begin)
         # so that every worker is back after an outage before one that was quicker may take it over
-        self._breaker = Breaker(Outage(), longest=min(LONGEST_PAUSE, settings.lease / 4))
+        self._breaker = Breaker(self._announcer.outage(), longest=min(LONGEST_PAUSE, settings.lease / 4))
         self._calls = calls = Statements("engine", settings.schema_name)
         self._links = [Link(settings.dsn, name, self._breaker) for name in ("relay", "claim", "settle", "watch")]
         relaying, claiming, settling, watching = self._links
         self._watching = Watching(watching, calls)
+        self._announcer.look_up = self._watching.names
         self._relay_engine = PostgresRelay(relaying, calls, resume_after_restore=settings.on_restore == "resume")
         self._engine = PostgresConsumer(claiming, settling, calls, self._watching)
         self._consumer = Consumer(
@@ -82,10 +98,17 @@ class Station:
             notify=settings.notify,
             fed=self._consumer.wake,
             random=random.random,
+            relayed=self._announcer.relayed,
+            unrouted=lambda topic: reporter.send(signals.unrouted, topic=topic),
         )
         self._maintenance = Maintenance(settings, calls, self._breaker, random.random)
         self._tenure = Tenure()
         self._heart = Heartbeat(settings, calls, self._breaker, self._watch())
+        self._plugin_connection = PluginConnection(settings, self._breaker)
+        self._facts = {item.name: facts_of(item, settings.concurrency) for item in subscriptions}
+        self._handle = Handle(
+            self._facts, self._engine, self._consumer.queues, self._plugin_connection, self._background.begin
+        )
         self._listening(False)
 
     def parts(self) -> Parts:
@@ -98,6 +121,8 @@ class Station:
             own_relay=lambda: None if self._settings.listen_dsn else self._links[0].backend_pid,
         )
         assert self._settings.dsn is not None
+        duties = self._reporter.plugins.duties(self._settings)
+        begin_duties(duties, self._handle.rows, self._background.begin, random.random)
         heard = self._settings.listen_dsn or self._settings.dsn
         # another way to the server, or to its pooler, can fail alone
         breaker = self._breaker if heard == self._settings.dsn else Breaker(self._breaker.outage)
@@ -111,6 +136,7 @@ class Station:
             maintain=self._maintenance.run if any(item.tracking != "none" for item in self._subscriptions) else None,
             undone=self._watching.undone,
             leave=self._engine.unregister,
+            life=Life(self._settings, self._reporter, self._handle, self._background, self._plugin_connection.close),
             close=self._close,
         )
 
@@ -144,7 +170,7 @@ class Station:
         assert self._settings.dsn is not None
         try:
             with connect_blocking(turn, conninfo(self._settings.dsn, "start")) as connection:
-                require_current(connection, self._settings.schema_name)
+                require_current(connection, self._settings.schema_name, self._reporter.plugins.migrations())
         except psycopg.OperationalError as error:
             problem = describe(error, "connect")
             if turned_away(problem):
@@ -160,18 +186,19 @@ class Station:
         execution = Execution(
             subscription,
             random.random,
-            completed=_knower(completions),
+            completed=knower(completions),
             boundary=self._boundary(subscription),
             tenure=self._tenure,
+            surround=surround_of(self._reporter.plugins, self._facts[subscription.name]),
         )
         size = subscription.batch or 1
         pace = Pace(slots * size, max(size, self._settings.prefetch), asyncio.get_running_loop().time())
         state: QueueState
         finish: Finish = lambda delivery, verdict: self._consumer.finish(delivery, verdict, state)  # noqa: E731
         runner = runner_for(subscription, execution, slots, finish, f"eventbus-{subscription.name}")
-        state = QueueState(
-            subscription.name, runner, pace, completions=completions, skips=subscription.when_exhausted == "skip"
-        )
+        reporter = QueueReporter(self._reporter, subscription.name)
+        skips = subscription.when_exhausted == "skip"
+        state = QueueState(subscription.name, runner, pace, reporter, completions=completions, skips=skips)
         return state
 
     def _boundary(self, subscription: Subscription) -> Transactions | None:
@@ -200,10 +227,16 @@ class Station:
         self._relay.poll_interval = interval
         self._consumer.poll_every(interval)
 
+    def _on_loop(self, action: Callable[[], None]) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(action)
+
+    def _took_over(self, workers: int, deliveries: int) -> None:
+        self._consumer.wake()
+        self._announcer.took_over(workers, deliveries)
+
     def _watch(self) -> Watch:
-        def on_loop(action: Callable[[], None]) -> None:
-            if self._loop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(action)
+        on_loop = self._on_loop
 
         def lost(worker_id: UUID) -> None:
             on_loop(functools.partial(self._lost, worker_id))
@@ -217,7 +250,7 @@ class Station:
             connected=connected,
             renewed=self._tenure.renew,
             lost=lost,
-            took_over=lambda: on_loop(self._consumer.wake),
+            took_over=lambda *numbers: on_loop(functools.partial(self._took_over, *numbers)),
             routine=lambda: on_loop(self._routine),
         )
 
@@ -246,17 +279,6 @@ def _declaration(subscription: Subscription) -> Mapping[str, Any]:
         "when_exhausted": subscription.when_exhausted,
         "start": subscription.start,
     }
-
-
-def _knower(completions: Completions | None) -> Callable[[Delivery], bool]:
-    """Whether a delivery's event is known to be completed by another delivery."""
-
-    def completed(delivery: Delivery) -> bool:
-        if completions is None or delivery.event is None:
-            return False
-        return completions.has(execution_of(delivery.event), time.monotonic())
-
-    return completed
 
 
 def _tell_of(queue: QueueState) -> None:

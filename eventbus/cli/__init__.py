@@ -37,8 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from eventbus.cli.failures import run
     from eventbus.cli.options import new_app
+    from eventbus.cli.plugin_commands import add_commands
 
+    given = list(sys.argv[1:] if arguments is None else arguments)
     app = new_app()
     for group in GROUPS:
         import_module(f"eventbus.cli.{group}").register(app)
-    return run(app, list(sys.argv[1:] if arguments is None else arguments))
+    add_commands(app, given)
+    return run(app, given)

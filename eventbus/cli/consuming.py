@@ -21,6 +21,7 @@ from eventbus.errors import BusPaused, ConfigurationError, Unavailable
 
 if TYPE_CHECKING:
     from eventbus.bus import EventBus
+    from eventbus.plugins.registry import Plugins
     from eventbus.settings import Settings
 
 
@@ -65,7 +66,8 @@ def consume(
     with database(invocation, settings) as (settings, dsn), _environment(dsn, settings.schema_name):
         bus = _bus_of(load_modules(modules, Path.cwd()))
         _log(as_json=invocation.given.as_json, debug=invocation.given.debug)
-        _check_rights(settings, dsn, wait=wait)
+        plugins = bus.plugins_for(settings)
+        _check_rights(settings, dsn, plugins, wait=wait)
         chosen = _names(queues)
         taken = bus.subscriptions if chosen is None else bus.subscriptions.only(chosen)
         log.info("consuming %s", ", ".join(sorted(item.name for item in taken)))
@@ -115,19 +117,20 @@ def _names(queues: str | None) -> list[str] | None:
     return names
 
 
-def _check_rights(settings: Settings, dsn: str, *, wait: bool) -> None:
+def _check_rights(settings: Settings, dsn: str, plugins: Plugins, *, wait: bool) -> None:
     """Name a missing right before anything starts. A server that is down is waited for later."""
     import psycopg
 
     from eventbus.postgres.admin import is_foreign
     from eventbus.postgres.link import broken, turned_away
     from eventbus.postgres.migrate import require_current
-    from eventbus.postgres.privileges import ATTACH, CONSUME, missing, require
+    from eventbus.postgres.privileges import ATTACH, CONSUME, Right, missing, require
 
     try:
         with connected(dsn, "start") as connection:
-            require_current(connection, settings.schema_name)
-            require(connection, settings.schema_name, CONSUME)
+            require_current(connection, settings.schema_name, plugins.migrations())
+            theirs = [Right(table, privileges) for table, privileges in plugins.rights()]
+            require(connection, settings.schema_name, (*CONSUME, *theirs))
             if is_foreign(connection, settings.schema_name) and missing(connection, settings.schema_name, ATTACH):
                 raise BusPaused(
                     "this database was restored from another one, and this role may not take it over; "

@@ -18,6 +18,7 @@ from eventbus.errors import ConfigurationError, Unavailable
 if TYPE_CHECKING:
     from eventbus.plugins.registry import Implementation, Plugins
     from eventbus.plugins.values import Finding
+    from eventbus.postgres.migrate import Steps
     from eventbus.settings import Settings
 
 Level = Literal["ok", "degraded", "stalled"]
@@ -83,10 +84,16 @@ def _of_the_database(settings: Settings, dsn: str, plugins: Plugins | Configurat
     from eventbus.plugins.registry import Plugins
     from eventbus.postgres import checkup
 
+    steps: Steps = ()
+    try:
+        steps = plugins.migrations() if isinstance(plugins, Plugins) else ()
+    except ConfigurationError as error:
+        yield _failed("plugins", error, "plugin_broken")
+
     def patiently(check: Callable[[checkup.Patient], Finding | list[Finding]]) -> Callable[[], Iterable[Finding]]:
         def run() -> Iterable[Finding]:
             with connected(dsn, "doctor") as connection:
-                given = check(checkup.Patient(connection, settings.schema_name, settings, dsn))
+                given = check(checkup.Patient(connection, settings.schema_name, settings, dsn, steps))
             return given if isinstance(given, list) else [given]
 
         return run

@@ -8,7 +8,7 @@ import typer
 
 from eventbus.cli.options import Commands, Invocation
 from eventbus.cli.screen import Column, counted
-from eventbus.cli.session import database
+from eventbus.cli.session import database, steps_of_plugins
 from eventbus.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ def migrate(
 
     try:
         with database(invocation, invocation.settings(), migrated=False) as (settings, dsn):
-            schema = settings.schema_name
+            schema, theirs = settings.schema_name, steps_of_plugins(settings)
             if plan:
-                _show_plan(invocation, schema, steps.pending(dsn, schema))
+                _show_plan(invocation, schema, steps.pending(dsn, schema, theirs))
             else:
-                _show_applied(invocation, schema, steps.migrate(dsn, schema))
+                _show_applied(invocation, schema, steps.migrate(dsn, schema, theirs))
     except psycopg.OperationalError as error:
         raise Unavailable(f"no connection to PostgreSQL: {error}") from error
 
@@ -59,8 +59,9 @@ def migrate(
 def _print_script(invocation: Invocation) -> None:
     from eventbus.postgres.migrate import script
 
-    schema = invocation.settings().schema_name
-    text = script(schema)
+    settings = invocation.settings()
+    schema = settings.schema_name
+    text = script(schema, steps_of_plugins(settings))
     invocation.screen.answer({"schema": schema, "sql": text}, text.rstrip("\n"))
 
 

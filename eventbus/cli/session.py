@@ -17,6 +17,7 @@ from eventbus.errors import SchemaMissing, Unavailable
 if TYPE_CHECKING:
     import psycopg
 
+    from eventbus.postgres.migrate import Steps
     from eventbus.settings import Settings
 
 
@@ -45,8 +46,17 @@ def database(invocation: Invocation, settings: Settings, *, migrated: bool = Tru
             f"eventbus: no EVENTBUS_DSN, so this is the embedded PostgreSQL {server.version} in .eventbus/"
         )
         if migrated:
-            migrate(server.dsn, settings.schema_name)
+            migrate(server.dsn, settings.schema_name, steps_of_plugins(settings))
         yield settings.model_copy(update={"dsn": server.dsn}), server.dsn
+
+
+def steps_of_plugins(settings: Settings) -> Steps:
+    """The steps of the tables of the plugins in use; :class:`ConfigurationError` if one of them has a problem."""
+    from eventbus.plugins.registry import loaded
+
+    plugins = loaded(settings)
+    plugins.require_all()
+    return plugins.migrations()
 
 
 @contextmanager

@@ -256,6 +256,7 @@ class Fetcher:
             return
         queue = self._queues[queue_id]
         queue.reporter.claimed(deliveries)
+        queue.probe = deliveries[0].lease.token if deliveries[0].lease.probe else queue.probe
         self._holdings.take(deliveries)
         if not self._holdings.closing and queue.admits(deliveries[0], time.monotonic()):
             queue.offer(deliveries)

@@ -6,11 +6,13 @@ way asks here before it waits. It only ever holds completed executions; the guar
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from eventbus.event import Event
+from eventbus.transport import Delivery
 
 Execution = tuple[str, int]
 """An event id as text, and the number of the replay, 0 for none."""
@@ -60,3 +62,14 @@ class Completions:
 
     def __len__(self) -> int:
         return len(self._completed)
+
+
+def knower(completions: Completions | None) -> Callable[[Delivery], bool]:
+    """Whether a delivery's event is known to be completed by another delivery."""
+
+    def completed(delivery: Delivery) -> bool:
+        if completions is None or delivery.event is None:
+            return False
+        return completions.has(execution_of(delivery.event), time.monotonic())
+
+    return completed

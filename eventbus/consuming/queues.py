@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
+from uuid import UUID
 
 from eventbus.consuming.holdings import chain
 from eventbus.consuming.idempotency import Completions
 from eventbus.consuming.pace import Pace
-from eventbus.consuming.reporting import QueueReporter, Reporter
+from eventbus.consuming.reporting import QueueReporter
 from eventbus.consuming.runners import Runner
 from eventbus.transport import Delivery, Due, Lease, Pause, Verdict
 
@@ -26,7 +27,7 @@ class QueueState:
     name: str
     runner: Runner
     pace: Pace
-    reporter: QueueReporter = field(default_factory=lambda: QueueReporter(Reporter(), ""))
+    reporter: QueueReporter
     finished: int = 0
     """Deliveries that were handled here, failures included."""
     completions: Completions | None = None
@@ -50,6 +51,8 @@ class QueueState:
     on_hold_until: float = 0.0
     unsure: bool = False
     """Something was announced since the database was last asked, perhaps a pause."""
+    probe: UUID | None = None
+    """The token of the last probe that this worker got."""
     limited_until: float = 0.0
     """When to ask the plugins again that let nothing be claimed."""
     release: Callable[[bool], bool] = lambda _probes: False

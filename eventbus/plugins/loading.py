@@ -101,7 +101,7 @@ def configured(name: str, plugin: Any, origin: str, given: Mapping[str, Any]) ->
         instance = make() if settings is None else make(settings)
     except ConfigurationError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigurationError(f"plugin {name} ({origin}) failed to start: {_brief(error)}") from error
     return Plugin(name, instance, origin, settings, choice)
 
@@ -125,7 +125,7 @@ def _imported(name: str, value: str, origin: str) -> Any:
         found: Any = import_module(module)
         for part in attribute.split(".") if attribute else ():
             found = getattr(found, part)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigurationError(f"plugin {name} ({origin}) cannot be imported: {_brief(error)}") from error
     return found
 

@@ -20,7 +20,7 @@ import pluggy
 from eventbus.errors import ConfigurationError
 from eventbus.hookspecs import PROJECT, SPECIFICATIONS
 from eventbus.plugins.loading import Plugin, configured, load
-from eventbus.plugins.values import Migration
+from eventbus.plugins.values import Duty, Migration
 from eventbus.settings import Settings, plugin_name
 
 log = logging.getLogger("eventbus")
@@ -173,6 +173,16 @@ class Plugins:
             if not isinstance(step, Migration):
                 raise ConfigurationError(f"plugin {name}: eventbus_migrations returns Migration objects, not {step!r}")
         return sorted(steps, key=lambda pair: (pair[0], pair[1].name))
+
+    def rights(self) -> list[tuple[str, tuple[str, ...]]]:
+        """What a role that consumes may have to do with the plugins' tables."""
+        return [pair for _, step in self.migrations() for pair in step.rights.items()]
+
+    def duties(self, settings: Settings) -> list[tuple[str, Duty]]:
+        """The upkeep of the plugins' tables, with the name of the plugin."""
+        return [
+            (plugin.name, duty) for plugin, given in self.ask("eventbus_duties", settings=settings) for duty in given
+        ]
 
     def _check(self, plugin: Plugin) -> None:
         """Raise what is wrong with the hooks of a plugin."""

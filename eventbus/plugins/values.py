@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, Protocol
 from uuid import UUID
@@ -139,6 +139,8 @@ class Migration:
 
     name: str
     sql: str
+    rights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What a role that consumes may do with the tables of this step: ``{"stats_minutes": ("SELECT", "INSERT")}``."""
 
 
 @dataclass(frozen=True, slots=True)

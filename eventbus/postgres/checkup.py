@@ -18,7 +18,7 @@ from eventbus.plugins.values import Finding
 from eventbus.postgres import admin
 from eventbus.postgres.connecting import conninfo
 from eventbus.postgres.copies import duration
-from eventbus.postgres.migrate import require_current
+from eventbus.postgres.migrate import Steps, require_current
 from eventbus.postgres.pausing import pauses
 from eventbus.postgres.privileges import CONSUME, PUBLISH, missing
 from eventbus.postgres.statements import Statements
@@ -37,12 +37,13 @@ _MOST_NAMES: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """A database with a bus. ``connection``: in autocommit mode, in no transaction."""
+    """A database with a bus. ``connection``: in autocommit mode, in no transaction. ``steps``: those of plugins."""
 
     connection: psycopg.Connection
     schema: str
     settings: Settings
     dsn: str
+    steps: Steps = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def server(patient: Patient) -> Finding:
 def schema(patient: Patient) -> Finding:
     """Whether the schema is what this code works with."""
     try:
-        require_current(patient.connection, patient.schema)
+        require_current(patient.connection, patient.schema, patient.steps)
     except SchemaMissing as error:
         return Finding("stalled", "schema_missing", str(error))
     except SchemaMismatch as error:

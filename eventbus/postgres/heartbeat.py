@@ -50,7 +50,7 @@ class Watch:
     """A heartbeat was answered: until when, in monotonic seconds, nobody takes this worker over."""
     lost: Callable[[UUID], None]
     """This worker was taken over."""
-    took_over: Callable[[], None]
+    took_over: Callable[[int, int], None]
     """Deliveries of a dead worker are waiting now."""
     routine: Callable[[], None]
     """Every third heartbeat."""
@@ -158,7 +158,7 @@ class Heartbeat:
         workers, deliveries = row
         if workers:
             log.warning("took over %d deliveries of %d silent workers", deliveries, workers)
-            self._watch.took_over()
+            self._watch.took_over(workers, deliveries)
 
     def _connect(self) -> None:
         turn = self._breaker.turn_blocking(urgent=True, given_up=self._stopping.is_set)

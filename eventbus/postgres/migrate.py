@@ -9,7 +9,7 @@ was made by another text is refused instead of being worked with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -20,6 +20,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from eventbus.errors import ConfigurationError, SchemaMismatch, SchemaMissing
+from eventbus.plugins.values import Migration as PluginMigration
 from eventbus.postgres.statements import Statements, render
 
 _OR_SQL: Final = "; or let a DBA run the output of: eventbus migrate --sql"
@@ -64,34 +65,39 @@ class Situation:
     may_read: bool
 
 
-def migrations(schema: str) -> list[Migration]:
-    """Every step that this code knows, in order, written for ``schema``."""
+Steps = Sequence[tuple[str, PluginMigration]]
+"""Steps of plugins, each with the name of its plugin: :meth:`eventbus.plugins.registry.Plugins.migrations`."""
+
+
+def migrations(schema: str, steps: Steps = ()) -> list[Migration]:
+    """Every step that this code knows, in order, written for ``schema``, and after them those of plugins."""
     folder = resources.files("eventbus.postgres") / "migrations"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".sql")), key=lambda file: file.name)
     texts = {file.name.removesuffix(".sql"): file.read_text(encoding="utf-8") for file in files}
-    return [Migration(name, text, schema) for name, text in texts.items()]
+    own = [Migration(name, text, schema) for name, text in texts.items()]
+    return own + [Migration(f"{plugin}/{step.name}", step.sql, schema) for plugin, step in steps]
 
 
-def migrate(dsn: str, schema: str) -> list[str]:
+def migrate(dsn: str, schema: str, steps: Steps = ()) -> list[str]:
     """Apply what is missing; returns the names that this call applied. Each is atomic; a crash leaves whole steps.
 
     Raises :class:`~eventbus.errors.SchemaMismatch` when the schema is newer than this code or was made by another text
     of it, and :class:`~eventbus.errors.ConfigurationError` naming the right that the role lacks.
     """
     with _connect(dsn) as connection:
-        missing = _missing(connection, schema)
+        missing = _missing(connection, schema, steps)
         if missing:
             _require_rights(_situation(connection, schema), schema)
-        return [migration.name for migration in missing if _apply(connection, migration, schema)]
+        return [migration.name for migration in missing if _apply(connection, migration, schema, steps)]
 
 
-def pending(dsn: str, schema: str) -> list[Migration]:
+def pending(dsn: str, schema: str, steps: Steps = ()) -> list[Migration]:
     """What :func:`migrate` would apply, in order. Raises what it would raise, but asks for no right to write."""
     with _connect(dsn) as connection:
-        return _missing(connection, schema)
+        return _missing(connection, schema, steps)
 
 
-def require_current(connection: psycopg.Connection, schema: str) -> None:
+def require_current(connection: psycopg.Connection, schema: str, steps: Steps = ()) -> None:
     """Return if the schema is what this code works with; raises one clear line otherwise.
 
     :class:`~eventbus.errors.SchemaMissing`, :class:`~eventbus.errors.SchemaMismatch` (it says which side to upgrade),
@@ -102,7 +108,7 @@ def require_current(connection: psycopg.Connection, schema: str) -> None:
         raise SchemaMissing(
             f'the bus has no schema "{schema}" in database "{situation.database}"; run: eventbus migrate'
         )
-    missing = outstanding(_applied(connection, situation, schema), schema)
+    missing = outstanding(_applied(connection, situation, schema), schema, steps)
     if missing:
         raise SchemaMismatch(
             f'schema "{schema}" is older than this eventbus ({_names(missing)} missing); '
@@ -110,16 +116,19 @@ def require_current(connection: psycopg.Connection, schema: str) -> None:
         )
 
 
-def outstanding(applied: Mapping[str, str | None], schema: str) -> list[Migration]:
+def outstanding(applied: Mapping[str, str | None], schema: str, steps: Steps = ()) -> list[Migration]:
     """The steps that are not among ``applied``, which maps names to digests.
 
-    :class:`SchemaMismatch` if the schema is newer than this code, or if a step there had another text.
+    Steps of plugins that are not used here are ignored. :class:`SchemaMismatch` if the schema is newer than this code,
+    or if a step there had another text.
     """
-    known = migrations(schema)
+    known = migrations(schema, steps)
+    here = {plugin for plugin, _ in steps}
     changed = [migration for migration in known if applied.get(migration.name, migration.digest) != migration.digest]
     if changed:
         raise SchemaMismatch(_differs(changed, schema))
-    unknown = sorted(set(applied) - {migration.name for migration in known})
+    ours = {name for name in applied if "/" not in name or name.partition("/")[0] in here}
+    unknown = sorted(ours - {migration.name for migration in known})
     if unknown:
         raise SchemaMismatch(
             f'schema "{schema}" was migrated by a newer eventbus ({", ".join(unknown)} unknown here); '
@@ -160,10 +169,10 @@ def _recorded(connection: psycopg.Connection, statements: Statements) -> dict[st
     return dict(connection.execute(statements["applied"]).fetchall())
 
 
-def _missing(connection: psycopg.Connection, schema: str) -> list[Migration]:
+def _missing(connection: psycopg.Connection, schema: str, steps: Steps) -> list[Migration]:
     with connection.transaction():
         connection.execute(Statements("migrate", schema)["settings"])
-        return outstanding(_applied(connection, _situation(connection, schema), schema), schema)
+        return outstanding(_applied(connection, _situation(connection, schema), schema), schema, steps)
 
 
 def _require_rights(situation: Situation, schema: str) -> None:
@@ -173,7 +182,7 @@ def _require_rights(situation: Situation, schema: str) -> None:
         raise ConfigurationError(_lacks(situation, f'USAGE, CREATE ON SCHEMA "{schema}"') + _OR_SQL)
 
 
-def _apply(connection: psycopg.Connection, migration: Migration, schema: str) -> bool:
+def _apply(connection: psycopg.Connection, migration: Migration, schema: str, steps: Steps) -> bool:
     statements = Statements("migrate", schema)
     try:
         with connection.transaction():
@@ -182,7 +191,7 @@ def _apply(connection: psycopg.Connection, migration: Migration, schema: str) ->
             if not _situation(connection, schema).schema_exists:
                 connection.execute(statements["create_schema"])
             connection.execute(statements["create_table"])
-            if migration not in outstanding(_recorded(connection, statements), schema):
+            if migration not in outstanding(_recorded(connection, statements), schema, steps):
                 return False
             connection.execute(migration.text.encode())
             connection.execute(_record(migration, schema).encode())
@@ -201,7 +210,7 @@ def _record(migration: Migration, schema: str) -> str:
     return render(f"INSERT INTO {{schema}}.migrations (name, digest) VALUES {values};", schema)  # noqa: S608 - ours
 
 
-def script(schema: str) -> str:
+def script(schema: str, steps: Steps = ()) -> str:
     """Every step as one script for psql, for a DBA to read and run; applied steps are skipped, each is atomic."""
     statements = Statements("migrate", schema)
     head = (
@@ -209,7 +218,7 @@ def script(schema: str) -> str:
         "-- Each step is one transaction; steps that were applied before are skipped.\n"
         "\\set ON_ERROR_STOP on\n"
     )
-    return head + "".join(_script_of(migration, statements, schema) for migration in migrations(schema))
+    return head + "".join(_script_of(migration, statements, schema) for migration in migrations(schema, steps))
 
 
 def _script_of(migration: Migration, statements: Statements, schema: str) -> str:

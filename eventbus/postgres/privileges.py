@@ -68,6 +68,7 @@ CONSUME: Final = (
     Right("queues", ("SELECT", "INSERT")),
     Right("queues", ("UPDATE",), ("state", "tracking", "when_exhausted")),
     Right("pauses", ("SELECT", "INSERT", "UPDATE", "DELETE")),
+    Right("duties", ("SELECT", "INSERT", "UPDATE")),
     Right("layouts", ("SELECT", "INSERT", "DELETE")),
     Right("fillings", ("SELECT", "INSERT", "UPDATE", "DELETE")),
     Right("bindings", ("SELECT", "INSERT", "DELETE")),

@@ -46,6 +46,11 @@ class Watching:
         """See :meth:`eventbus.transport.ConsumerEngine.free_probe`."""
         return await self._answer("free_probe", queue_id, source, token)
 
+    async def names(self) -> dict[int, str]:
+        """The names of all queues by their numbers."""
+        async with self._turn:
+            return dict(await self._link.rows(self._calls["names"]))
+
     async def _answer(self, call: str, *parameters: Any) -> bool:
         async with self._turn:
             [row] = await self._link.rows(self._calls[call], parameters)

@@ -7,7 +7,7 @@ began, and the relay feeds it like any other. Any worker may do the next step; o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 from eventbus.publishing.routing import resolve
@@ -26,10 +26,17 @@ class Filling:
     One step per tick: neither a busy relay nor a queue with a long past starves the other.
     """
 
-    def __init__(self, engine: RelayEngine, fed: Callable[[Sequence[int]], None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        engine: RelayEngine,
+        fed: Callable[[Sequence[int]], None],
+        clock: Callable[[], float],
+        relayed: Callable[[Mapping[int, int]], None] = lambda _: None,
+    ) -> None:
         self.queues: list[int] = []
         self._engine = engine
         self._fed = fed
+        self._relayed = relayed
         self._clock = clock
         self._look_at = 0.0
 
@@ -46,6 +53,7 @@ class Filling:
         fill = await self._engine.fill(queue_id, limit)
         if fill.deliveries:
             self._fed([queue_id])
+            self._relayed({queue_id: fill.deliveries})
         match fill.state:
             case "busy" | "paused":
                 return _BUSY_PAUSE

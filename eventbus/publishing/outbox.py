@@ -8,7 +8,7 @@ connection; what the caller's connection raises passes through.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any, Final, Protocol, Unpack
 from uuid import UUID
@@ -16,6 +16,7 @@ from uuid import UUID
 from eventbus.errors import NotInTransaction, PublishError
 from eventbus.event import OutboxEvent
 from eventbus.publishing.connections import Adapter, AsyncAdapter, Connections, Statement
+from eventbus.publishing.interception import Interception
 from eventbus.publishing.outgoing import EventOptions, Row, checked_event_id, prepare
 from eventbus.settings import Settings
 
@@ -50,8 +51,9 @@ class Outbox:
     with the connection; the caller's transaction is then as it was.
     """
 
-    def __init__(self, statements: Statements, settings: Settings) -> None:
+    def __init__(self, statements: Statements, settings: Settings, interception: Interception | None = None) -> None:
         self.connections = Connections()
+        self._interception = interception
         self._statements = statements
         self._max_bytes = settings.max_payload_bytes
         self._bound: ContextVar[_Binding | None] = ContextVar("eventbus_connection", default=None)
@@ -66,16 +68,20 @@ class Outbox:
         ``autocommit=True`` allows a connection in autocommit mode without a transaction: the event is then
         published at once, on its own.
         """
-        row = prepare(OutboxEvent(topic, payload, **options), max_bytes=self._max_bytes)
-        self._send(conn, self._one(row), autocommit=autocommit)
+        event = OutboxEvent(topic, payload, **options)
+        row = prepare(event, max_bytes=self._max_bytes)
+        with self._intercepted([event], [row]) as [row]:
+            self._send(conn, self._one(row), autocommit=autocommit)
         return row.event_id
 
     async def apublish_event(
         self, topic: str, payload: Any, *, autocommit: bool = False, conn: Any = None, **options: Unpack[EventOptions]
     ) -> UUID:
         """As :meth:`publish_event`, on an async connection."""
-        row = prepare(OutboxEvent(topic, payload, **options), max_bytes=self._max_bytes)
-        await self._asend(conn, self._one(row), autocommit=autocommit)
+        event = OutboxEvent(topic, payload, **options)
+        row = prepare(event, max_bytes=self._max_bytes)
+        with self._intercepted([event], [row]) as [row]:
+            await self._asend(conn, self._one(row), autocommit=autocommit)
         return row.event_id
 
     def publish_events(
@@ -86,18 +92,20 @@ class Outbox:
         An event is an :class:`OutboxEvent` or a tuple of topic and payload. With ``autocommit=True`` outside a
         transaction, too, it is all of them or none.
         """
-        rows = self._prepare_all(events)
+        given, rows = self._prepare_all(events)
         if rows:
-            self._send(conn, self._many(rows), autocommit=autocommit)
+            with self._intercepted(given, rows) as sent:
+                self._send(conn, self._many(sent), autocommit=autocommit)
         return [row.event_id for row in rows]
 
     async def apublish_events(
         self, events: Iterable[OutboxEvent | tuple[str, Any]], *, autocommit: bool = False, conn: Any = None
     ) -> list[UUID]:
         """As :meth:`publish_events`, on an async connection."""
-        rows = self._prepare_all(events)
+        given, rows = self._prepare_all(events)
         if rows:
-            await self._asend(conn, self._many(rows), autocommit=autocommit)
+            with self._intercepted(given, rows) as sent:
+                await self._asend(conn, self._many(sent), autocommit=autocommit)
         return [row.event_id for row in rows]
 
     def cancel_event(self, event_id: UUID, *, autocommit: bool = False, conn: Any = None) -> bool:
@@ -167,15 +175,26 @@ class Outbox:
             raise PublishError("the block of outbox.using(conn) in which this task started has ended; pass conn=…")
         return binding.connection
 
-    def _prepare_all(self, events: Iterable[OutboxEvent | tuple[str, Any]]) -> list[Row]:
+    def _intercepted(self, events: Sequence[OutboxEvent], rows: Sequence[Row]) -> AbstractContextManager[Sequence[Row]]:
+        """The rows as plugins want them, inside what they put around them."""
+        if self._interception is None or not self._interception.wanted:
+            return nullcontext(rows)
+        return self._interception.publish(events, rows)
+
+    def _prepare_all(
+        self, events: Iterable[OutboxEvent | tuple[str, Any]]
+    ) -> tuple[Sequence[OutboxEvent], Sequence[Row]]:
+        given: list[OutboxEvent] = []
         rows: list[Row] = []
         try:
-            for event in events:
-                rows.append(prepare(_outbox_event(event), max_bytes=self._max_bytes))  # noqa: PERF401 - counts for the note
+            for each in events:
+                event = _outbox_event(each)
+                rows.append(prepare(event, max_bytes=self._max_bytes))
+                given.append(event)
         except PublishError as error:
             error.add_note(f"It is number {len(rows)} of the events, counted from 0; none was published.")
             raise
-        return rows
+        return given, rows
 
     def _one(self, row: Row) -> Sequence[Statement]:
         event_id, topic, key, payload, headers, priority, due = row

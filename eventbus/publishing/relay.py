@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from eventbus.errors import Unavailable
 from eventbus.publishing.filling import Filling
@@ -38,6 +38,7 @@ class Relay:
 
     Every publisher's notification reaches every relay. The one that relayed last acts on it; the others wait for a
     random moment first, and sleep on when they hear that somebody has relayed. ``random`` returns numbers from 0 to 1.
+    ``relayed`` is told how many deliveries which queue got, ``unrouted`` of topics that no queue wants.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class Relay:
         notify: bool,
         fed: Callable[[Sequence[int]], None],
         random: Callable[[], float],
+        relayed: Callable[[Mapping[int, int]], None] = lambda _: None,
+        unrouted: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.poll_interval = 0.5
         self.idle_ticks = 0
@@ -57,7 +60,9 @@ class Relay:
         self._batch = self._most = batch
         self._notify = notify
         self._fed = fed
-        self._filling = Filling(engine, fed, time.monotonic)
+        self._relayed = relayed
+        self._unrouted = unrouted
+        self._filling = Filling(engine, fed, time.monotonic, relayed)
         self._random = random
         self._awake = asyncio.Event()
         self._heard = asyncio.Event()
@@ -149,6 +154,7 @@ class Relay:
         self.delivered += tick.deliveries
         if tick.fed:
             self._fed(tick.fed)
+            self._relayed(dict(zip(tick.fed, tick.counts, strict=False)))
         return 0.0 if tick.more or tick.events >= _SMALL else _PACE
 
     async def _idle(self, tick: Tick) -> float:
@@ -178,6 +184,7 @@ class Relay:
     async def _resolve(self, topics: Sequence[str]) -> None:
         for topic in await resolve(self._engine, topics):
             log.warning("no queue matches topic %s; its events are unrouted", topic, extra={"topic": topic})
+            self._unrouted(topic)
 
     async def _pause(self, seconds: float) -> None:
         if seconds <= 0 or self._stopping:

@@ -21,6 +21,7 @@ class Tick:
     fed: Sequence[int]
     unknown: Sequence[str]
     due_in: float | None
+    counts: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

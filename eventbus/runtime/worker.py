@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from eventbus.consuming.consumer import Consumer
 from eventbus.errors import BusPaused, Unavailable
 from eventbus.publishing.relay import Relay
+from eventbus.runtime.life import Life
 
 log = logging.getLogger("eventbus")
 
@@ -56,6 +57,7 @@ class Parts:
     maintain: Callable[[], Coroutine[Any, Any, None]] | None
     undone: Callable[[Sequence[int]], Awaitable[bool]]
     leave: Callable[[], Awaitable[None]]
+    life: Life
     close: Callable[[], Awaitable[None]]
 
 
@@ -90,10 +92,12 @@ class Worker:
         """
         with _Signals(self.stop):
             try:
+                await self._parts.life.starting()
                 if not await self._first_of(self._parts.open()):
                     return 0
                 return await self._work()
             finally:
+                await self._parts.life.end()
                 await self._parts.close()
 
     async def _first_of(self, opening: Awaitable[None]) -> bool:
@@ -114,6 +118,7 @@ class Worker:
     async def _work(self) -> int:
         parts = self._parts
         parts.heart.start()
+        await parts.life.ready()
         settling = asyncio.create_task(parts.consumer.settle(), name="settle")
         tasks = {
             settling,
@@ -132,20 +137,27 @@ class Worker:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             self._forced.set()  # whoever cancels does not want to wait
-            await self._shut_down(settling, tasks)
+            await self._shut_down(settling, tasks, defect=False)
             raise
-        defect = _defect(ended)
-        settled = await self._shut_down(settling, tasks)
-        return 1 if defect or self._forced.is_set() or not settled else 0
+        return await self._shut_down(settling, tasks, defect=_defect(ended))
 
-    async def _shut_down(self, settling: asyncio.Task[None], tasks: Iterable[asyncio.Task[Any]]) -> bool:
+    async def _shut_down(
+        self, settling: asyncio.Task[None], tasks: Iterable[asyncio.Task[Any]], *, defect: bool
+    ) -> int:
+        telling = asyncio.create_task(self._parts.life.draining(), name="draining")
         settled = await self._drain(settling)
+        if self._forced.is_set():
+            telling.cancel()
+        await asyncio.wait({telling})
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        forced = self._forced.is_set()
+        code = 1 if defect or forced or not settled else 0
+        await self._parts.life.stopped(code, forced=forced)
         self._parts.heart.stop()  # a heartbeat after the goodbye would bring the worker back
         await self._say_goodbye()
-        return settled
+        return code
 
     async def _drain(self, settling: asyncio.Task[None]) -> bool:
         """Stop the relay and the consumer; false when not everything could be settled in time."""

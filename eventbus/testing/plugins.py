@@ -1,4 +1,4 @@
-"""A bench for one plugin: loads it as the bus does, and calls its hooks one by one.
+"""A bench for one plugin: loads it as the bus does, calls its hooks one by one, and runs it in a real worker.
 
 ::
 
@@ -15,17 +15,20 @@ Other than in a worker, what a hook raises is not isolated here: it fails the te
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from eventbus.event import OutboxEvent
 from eventbus.hookspecs import SPECIFICATIONS
 from eventbus.plugins.loading import configured
+from eventbus.plugins.marks import hookimpl
 from eventbus.plugins.registry import Plugins
-from eventbus.plugins.values import Call, QueueFacts
-from eventbus.settings import plugin_name
-from eventbus.testing.values import new_queue
+from eventbus.plugins.values import Call, QueueFacts, Result, Settled
+from eventbus.settings import load, plugin_name
+from eventbus.testing.values import QUEUE, new_queue
 
 
 class PluginBench:
@@ -37,7 +40,8 @@ class PluginBench:
     def __init__(self, plugin: Any, settings: Mapping[str, Any] | None = None) -> None:
         kind = plugin if inspect.isclass(plugin) or inspect.ismodule(plugin) else type(plugin)
         self.name = str(getattr(plugin, "name", None) or plugin_name(f":{kind.__name__.rpartition('.')[2]}"))
-        self.plugin = configured(self.name, plugin, "the plugin on the bench", settings or {})
+        self._given = dict(settings or {})
+        self.plugin = configured(self.name, plugin, "the plugin on the bench", self._given)
         self._plugins = Plugins([self.plugin])
         self._plugins.require_all()
 
@@ -79,6 +83,45 @@ class PluginBench:
             return
         with around(call):
             yield
+
+    def run(
+        self, dsn: str, handler: Callable[..., Any], *events: OutboxEvent, schema: str = "eventbus", **subscribe: Any
+    ) -> list[Result]:
+        """Publish ``events``, handle all of them in a worker with this plugin, and return what came of each delivery.
+
+        It works on the database behind ``dsn``, where the tables of the bus and of the plugin are made: one for tests.
+        ``subscribe``: options of ``@subscribe``; the queue is called ``bench`` and gets everything otherwise. Returns
+        when nothing is left to do, retries included. Not for use inside an event loop.
+        """
+        import psycopg
+
+        from eventbus.bus import EventBus
+        from eventbus.postgres.migrate import migrate
+
+        seen = _Recorder()
+        own = {self.name: self._given}
+        settings = load({"dsn": dsn, "schema": schema, "plugins": (), "plugin_settings": own}, environment={})
+        bus = EventBus(settings, plugins=[self.instance, seen])
+        migrate(dsn, schema, bus.plugins.migrations())
+        patterns = subscribe.pop("patterns", ("#",))
+        bus.subscribe(*patterns, **({"name": QUEUE} | subscribe))(handler)
+        asyncio.run(bus.worker(until_idle=True).run())
+        with psycopg.connect(dsn) as connection:
+            bus.outbox.publish_events(events, conn=connection)
+        asyncio.run(bus.worker(until_idle=True).run())
+        return seen.results
+
+
+class _Recorder:
+    """Keeps every result."""
+
+    def __init__(self) -> None:
+        self.results: list[Result] = []
+
+    @hookimpl
+    def eventbus_settled(self, settled: Settled) -> None:
+        """Keep them."""
+        self.results += settled.results
 
 
 def _arguments(hook: str) -> list[str]:

@@ -283,7 +283,7 @@ def test_scl_01_idle_consumers_of_other_queues_and_other_relays_do_not_ask_for_e
 
 
 TICK_COLUMNS = """state text, more boolean, events integer, deliveries integer, fed integer[], unknown text[],
-due_in double precision"""
+due_in double precision, counts integer[]"""
 CLAIM_COLUMNS = """claim_id bigint, queue_id integer, lane integer, seq bigint, size integer, event_id text, topic text,
 key text, payload text, headers text, published_at timestamptz, replay_id integer, ordered boolean, twin text"""
 

@@ -13,6 +13,7 @@ from eventbus.consuming.execution import Execution
 from eventbus.consuming.idempotency import Completions, execution_of
 from eventbus.consuming.pace import Pace
 from eventbus.consuming.queues import QueueState
+from eventbus.consuming.reporting import QueueReporter, Reporter
 from eventbus.consuming.runners import TaskRunner
 from eventbus.consuming.subscriptions import Subscriptions
 from eventbus.event import Event
@@ -80,7 +81,8 @@ class Line:
         state: QueueState
         runner = TaskRunner(execution, slots, lambda delivery, verdict: self.consumer.finish(delivery, verdict, state))
         state = QueueState(
-            subscription.name, runner, Pace(slots, 1_000, time.monotonic()), completions=completions,
+            subscription.name, runner, Pace(slots, 1_000, time.monotonic()),
+            QueueReporter(Reporter(), subscription.name), completions=completions,
             skips=subscription.when_exhausted == "skip",
         )  # fmt: skip
         if subscription.ordered:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from eventbus.consuming.remembering import longest_path, require_remembered
+from eventbus.consuming.reporting import Reporter
 from eventbus.consuming.subscriptions import Subscription, Subscriptions
 from eventbus.errors import ConfigurationError
 from eventbus.retry import RetryPolicy
@@ -63,4 +64,4 @@ def test_the_defaults_fit_each_other() -> None:
 def test_a_worker_with_such_a_queue_does_not_start() -> None:
     settings = Settings(dsn="postgresql://nowhere", processed_retention=100)
     with pytest.raises(ConfigurationError, match="queue 'mails'"):
-        Station(settings, [subscribed(idempotent=True, retry=HOURLY)], None, wait=False)  # type: ignore[arg-type]
+        Station(settings, [subscribed(idempotent=True, retry=HOURLY)], None, Reporter(), wait=False)  # type: ignore[arg-type]

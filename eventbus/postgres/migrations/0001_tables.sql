@@ -73,6 +73,12 @@ CREATE TABLE {schema}.queues (
     created_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp()
 );
 
+-- Whose turn it is to look after the tables of plugins, and until when nobody else does; see take_duty.
+CREATE TABLE {schema}.duties (
+    name text COLLATE "C" PRIMARY KEY,
+    taken_until timestamptz NOT NULL
+);
+
 -- Why nothing of a queue is claimed; see 0014_pauses.sql. source: who paused it, manual is the operator.
 --   until, seconds: how long; probe_seconds: how long the probe may take that may end it. probe_*: the one that is out.
 CREATE TABLE {schema}.pauses (

@@ -46,6 +46,7 @@ END;
 --           first. 'idle': nothing fresh. 'unknown': resolve() the topics first. 'ticked': wrote a tick.
 -- more      fresh rows were left for the next tick
 -- fed       queue numbers that got something
+-- counts    how many deliveries each of them got
 -- due_in    seconds until the next scheduled event (at or after p_due_from), null without one
 --
 -- Fresh, relative to the position S (snapshot, next_xid, ids_upto) and a new snapshot W:
@@ -59,7 +60,7 @@ CREATE FUNCTION {schema}.tick(
     p_limit integer,
     p_due_from timestamptz DEFAULT '-infinity',
     OUT state text, OUT more boolean, OUT events integer, OUT deliveries integer,
-    OUT fed integer[], OUT unknown text[], OUT due_in double precision
+    OUT fed integer[], OUT unknown text[], OUT due_in double precision, OUT counts integer[]
 )
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp
@@ -76,7 +77,7 @@ DECLARE
     v_fresh integer;
     v_taken_upto bigint;
 BEGIN
-    more := false; events := 0; deliveries := 0; fed := '{}'; unknown := '{}';
+    more := false; events := 0; deliveries := 0; fed := '{}'; unknown := '{}'; counts := '{}';
     IF pg_current_xact_id_if_assigned() IS NOT NULL THEN
         RAISE invalid_transaction_state USING MESSAGE = 'eventbus: a tick must be the first write of its transaction';
     END IF;
@@ -177,6 +178,8 @@ BEGIN
             SELECT c.place, (c.place >> 32)::integer AS queue_id, (c.place & 4294967295)::integer AS lane
             FROM copies c WHERE c.n = 1
         ) q
+    ), per_queue AS MATERIALIZED (
+        SELECT (c.place >> 32)::integer AS queue_id, count(*)::integer AS n FROM copies c GROUP BY 1
     ), appended AS (
         INSERT INTO {schema}.deliveries (queue_id, lane, seq, outbox_id, size)
         SELECT w.queue_id, w.lane, w.seq + c.n, c.id, c.size
@@ -190,9 +193,10 @@ BEGIN
     )
     SELECT (SELECT count(*) FROM fresh), (SELECT count(*) FROM taken), (SELECT max(k.id) FROM taken k),
            (SELECT count(*) FROM appended),
-           ARRAY(SELECT DISTINCT w.queue_id FROM newest w ORDER BY w.queue_id),
+           ARRAY(SELECT p.queue_id FROM per_queue p ORDER BY p.queue_id),
+           ARRAY(SELECT p.n FROM per_queue p ORDER BY p.queue_id),
            ARRAY(SELECT DISTINCT r.topic FROM resolved r WHERE r.topic_id IS NULL ORDER BY r.topic LIMIT 1000)
-    INTO v_fresh, events, v_taken_upto, deliveries, fed, unknown;
+    INTO v_fresh, events, v_taken_upto, deliveries, fed, counts, unknown;
 
     IF events = 0 AND (v_fresh > 0 OR (v_new AND v_upto - t.ids_upto <= p_limit)) THEN
         state := CASE WHEN v_fresh > 0 THEN 'unknown' ELSE 'idle' END;

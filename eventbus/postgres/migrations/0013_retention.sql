@@ -87,3 +87,16 @@ BEGIN
                 WHERE e.queue_id = d.queue_id AND e.lane = d.lane AND d.seq BETWEEN e.seq AND e.range_hi)));
 END
 $body$;
+
+-- Whether the caller is to do this duty now: then nobody else does for p_seconds. Whoever dies with it loses that turn.
+CREATE FUNCTION {schema}.take_duty(p_name text, p_seconds double precision) RETURNS boolean
+LANGUAGE sql VOLATILE
+SET search_path = pg_catalog, pg_temp AS $body$
+    WITH taken AS (
+        INSERT INTO {schema}.duties AS d (name, taken_until)
+        VALUES (p_name, clock_timestamp() + make_interval(secs => p_seconds))
+        ON CONFLICT (name) DO UPDATE SET taken_until = excluded.taken_until WHERE d.taken_until <= clock_timestamp()
+        RETURNING 1
+    )
+    SELECT EXISTS (SELECT 1 FROM taken)
+$body$;

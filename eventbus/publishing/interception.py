@@ -1,0 +1,116 @@
+"""What plugins see and do while events are published: refuse them, amend their headers, surround the SQL.
+
+Before it: ``outgoing`` has checked and encoded the events. After it: ``outbox`` sends the rows. Nothing is done here
+where no plugin wants anything.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from eventbus import signals
+from eventbus.errors import ConfigurationError, InvalidHeaders, PublishVetoed
+from eventbus.event import OutboxEvent
+from eventbus.plugins.registry import Plugins
+from eventbus.publishing.connections import Connections
+from eventbus.publishing.outgoing import Row
+from eventbus.topics import MAX_HEADERS_BYTES, bytes_of_headers, validate_headers
+
+_AROUND = "eventbus_around_publish"
+_AMEND = "eventbus_amend_headers"
+
+
+class Interception:
+    """The plugins of one outbox. ``sender``: the bus, for signals."""
+
+    def __init__(self, plugins: Plugins, sender: Any) -> None:
+        self._plugins = plugins
+        self._sender = sender
+        self._around = plugins.of(_AROUND)
+        self._veto = plugins.of("eventbus_veto_publish")
+        self._amend = plugins.of(_AMEND)
+        self._hooks = bool(self._around or self._veto or self._amend)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a plugin or a receiver of ``published`` wants anything."""
+        return self._hooks or bool(signals.published.receivers)
+
+    @contextmanager
+    def publish(self, given: Sequence[OutboxEvent], rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+        """The rows to send, inside what plugins put around them. Raises :class:`~eventbus.errors.PublishVetoed`."""
+        events = [replace(event, event_id=row.event_id) for event, row in zip(given, rows, strict=True)]
+        entered: list[tuple[str, Any]] = []
+        for implementation in self._around:
+            for manager in self._plugins.tell([implementation], events=events):
+                self._enter(implementation.plugin.name, manager, entered)
+        try:
+            for event in events:
+                self._ask(event)
+            yield [self._amended(event, row) for event, row in zip(events, rows, strict=True)]
+        except BaseException as error:
+            self._leave(entered, error)
+            raise
+        self._leave(entered, None)
+        if signals.published.receivers:
+            signals.send(signals.published, self._sender, events=events)
+
+    def _ask(self, event: OutboxEvent) -> None:
+        for implementation in self._veto:
+            for reason in self._plugins.tell([implementation], event=event):
+                raise PublishVetoed(implementation.plugin.name, event.topic, str(reason))
+
+    def _amended(self, event: OutboxEvent, row: Row) -> Row:
+        if not self._amend:
+            return row
+        headers: dict[str, str] = orjson.loads(row.headers) if row.headers else {}
+        for implementation in self._amend:
+            wanted = dict(headers)
+            self._plugins.tell([implementation], event=event, headers=wanted)
+            try:
+                headers = _checked(wanted)
+            except InvalidHeaders as error:
+                self._plugins.complaints.failed(implementation.plugin.name, _AMEND, error)
+        return row._replace(headers=orjson.dumps(headers).decode() if headers else None)
+
+    def _enter(self, plugin: str, manager: Any, entered: list[tuple[str, Any]]) -> None:
+        try:
+            manager.__enter__()
+            entered.append((plugin, manager))
+        except Exception as error:  # noqa: BLE001 - whatever a plugin raises must not touch publishing
+            self._plugins.complaints.failed(plugin, _AROUND, error)
+
+    def _leave(self, entered: list[tuple[str, Any]], error: BaseException | None) -> None:
+        for plugin, manager in reversed(entered):
+            try:
+                manager.__exit__(None if error is None else type(error), error, error and error.__traceback__)
+            except Exception as problem:  # noqa: BLE001 - the same
+                if problem is not error:
+                    self._plugins.complaints.failed(plugin, _AROUND, problem)
+            except BaseException as problem:
+                if problem is not error:
+                    raise
+
+
+def register_adapter(connections: Connections, plugin: str, adapter: Any) -> None:
+    """Use a plugin's adapter: awaited connections if its ``execute`` is async."""
+    missing = [name for name in ("handles", "in_transaction", "execute", "fetch") if not hasattr(adapter, name)]
+    if missing:
+        raise ConfigurationError(f"the connection adapter {adapter!r} of plugin {plugin} has no {', '.join(missing)}")
+    if inspect.iscoroutinefunction(adapter.execute):
+        connections.register_async(adapter)
+    else:
+        connections.register(adapter)
+
+
+def _checked(headers: dict[str, str]) -> dict[str, str]:
+    checked = validate_headers(headers)
+    if bytes_of_headers(checked) > MAX_HEADERS_BYTES:
+        raise InvalidHeaders(f"all headers together have more than {MAX_HEADERS_BYTES} bytes")
+    return dict(checked)
