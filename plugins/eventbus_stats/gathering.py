@@ -110,7 +110,10 @@ class Gathering:
         return [tally.row(queue) for queue, tally in sorted(taken.items()) if any(tally.counts.values())]
 
     def _of(self, queue: str) -> Tally:
-        return self._tallies.setdefault(queue, Tally())
+        tally = self._tallies.get(queue)
+        if tally is None:
+            tally = self._tallies[queue] = Tally()
+        return tally
 
 
 def failures(settled: Settled) -> int:

@@ -18,6 +18,7 @@ from eventbus_stats.writing import Writer
 
 _PURGE_EVERY: Final = 600.0
 _PURGE_BATCH: Final = 2_000
+_RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {"stats_minutes": ("SELECT", "INSERT", "UPDATE", "DELETE")}
 
 Rows = Callable[..., Awaitable[Sequence[tuple[Any, ...]]]]
 
@@ -56,9 +57,8 @@ class Stats:
     @hookimpl
     def eventbus_migrations(self) -> Sequence[Migration]:
         """The table of minutes and its functions."""
-        folder = resources.files("eventbus_stats") / "migrations"
-        files = sorted((file for file in folder.iterdir() if file.name.endswith(".sql")), key=lambda file: file.name)
-        return [Migration(file.name.removesuffix(".sql"), file.read_text(encoding="utf-8")) for file in files]
+        file = resources.files("eventbus_stats") / "migrations" / "0001_minutes.sql"
+        return [Migration("0001_minutes", file.read_text(encoding="utf-8"), _RIGHTS)]
 
     @hookimpl
     def eventbus_commands(self, commands: Any) -> None:
