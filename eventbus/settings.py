@@ -84,7 +84,7 @@ class Settings(BaseModel):
         description="how long completed executions of idempotent and transactional handlers are remembered",
     )
     plugins: tuple[str, ...] = Field(
-        default=(),
+        default=("stats", "circuit_breaker"),
         description="plugins to use, in the order in which they are called; by name, or package.module:attribute",
     )
     plugin_settings: Mapping[str, Mapping[str, Any]] = Field(

@@ -91,5 +91,5 @@ def is_async(receiver: Any) -> bool:
 
 
 def name_of(signal: Signal) -> str:
-    """The name under which a signal stands in this module."""
-    return next(name for name, each in ALL.items() if each is signal)
+    """The name under which a signal stands in this module; of another one, what it says of itself."""
+    return next((name for name, each in ALL.items() if each is signal), str(signal.__doc__).partition(":")[0])

@@ -76,15 +76,18 @@ def template_of(server_of: ServerOf, run: str) -> Iterator[Callable[[int], str]]
 
     Nobody may connect to it, so that it can be cloned at any time.
     """
+    from eventbus.plugins.registry import loaded
     from eventbus.postgres.migrate import migrate
+    from eventbus.settings import Settings
 
+    steps = loaded(Settings()).migrations()
     with ExitStack() as stack:
 
         @functools.cache
         def make(major: int) -> str:
             server = server_of(major)
             name = stack.enter_context(server.database(run))
-            migrate(server.dsn(name), schema="eventbus")
+            migrate(server.dsn(name), "eventbus", steps)
             with psycopg.connect(server.admin_dsn, autocommit=True) as admin:
                 admin.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
             return name

@@ -122,4 +122,5 @@ def facts_of(subscription: Subscription, concurrency: int) -> QueueFacts:
         concurrency=subscription.concurrency or concurrency,
         timeout=subscription.timeout,
         max_attempts=subscription.retry.max_attempts,
+        discard_on=subscription.discard_on,
     )

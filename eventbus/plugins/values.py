@@ -37,6 +37,8 @@ class QueueFacts:
     timeout: float | None
     """Seconds."""
     max_attempts: int
+    discard_on: tuple[type[BaseException], ...] = ()
+    """What it raises to drop an event."""
 
 
 @dataclass(slots=True)

@@ -99,8 +99,8 @@ class PluginBench:
         from eventbus.postgres.migrate import migrate
 
         seen = _Recorder()
-        own = {self.name: self._given}
-        settings = load({"dsn": dsn, "schema": schema, "plugins": (), "plugin_settings": own}, environment={})
+        chosen = {"dsn": dsn, "schema": schema, "on_restore": "resume", "plugins": ()}
+        settings = load(chosen | {"plugin_settings": {self.name: self._given}}, environment={})
         bus = EventBus(settings, plugins=[self.instance, seen])
         migrate(dsn, schema, bus.plugins.migrations())
         patterns = subscribe.pop("patterns", ("#",))
