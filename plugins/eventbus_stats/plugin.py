@@ -99,7 +99,7 @@ class Stats:
     @hookimpl
     def eventbus_duties(self) -> Sequence[Duty]:
         """Remove minutes that are old enough."""
-        return [Duty("stats", _PURGE_EVERY, self.purge)]
+        return [Duty("minutes", _PURGE_EVERY, self.purge)]
 
     async def purge(self, rows: Rows) -> int:
         """Remove what is old enough, in steps of at most 2,000 rows, each a transaction; how many it were."""

@@ -62,6 +62,7 @@ class Writer:
 
     def _tell_of(self, error: Exception) -> None:
         if not self._refused:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            said = getattr(getattr(error, "diag", None), "message_primary", None) or str(error)  # without the statement
+            reason = " ".join(said.split()) or type(error).__name__
             log.warning("statistics are dropped until they can be written: %s", reason)
         self._refused = True

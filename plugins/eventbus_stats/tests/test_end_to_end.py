@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -53,7 +56,7 @@ def test_the_figures_of_three_workers_add_up_to_what_is_in_the_queues(scene: Sce
     for queue in ("work", "once"):
         scene.check.wait_until_quiet(queue)
     with psycopg.connect(scene.dsn) as connection:
-        again = [OutboxEvent("a", {}, event_id=one) for one in ids[:100]]  # type: ignore[arg-type]
+        again = [OutboxEvent("a", {}, event_id=UUID(one)) for one in ids[:100]]
         scene.bus.outbox.publish_events(again, conn=connection)
     wait_until(lambda: all(scene.check.standing(queue).delivered == 2_100 for queue in ("work", "once")))
     for queue in ("work", "once"):
@@ -95,8 +98,6 @@ def test_a_worker_writes_while_it_works_and_not_only_at_its_end(scene: Scene, ta
 
 
 def test_a_lost_lease_is_counted(scene: Scene, table: psycopg.Connection) -> None:
-    import signal
-
     scene.prepare(WORK)
     sleeper = consume(scene, WORK, interval=0.2)
     scene.wait_until_consuming(sleeper)
@@ -130,17 +131,14 @@ def test_without_its_table_a_worker_says_so_once_delivers_as_ever_and_goes_on_wh
     assert worker.terminate() == 0
     assert (worker.log.count(DROPPED), worker.log.count(WRITTEN)) == (1, 1), worker.log
     assert figures(scene, "work")["handled"] >= 1
-    assert len(worker.log.splitlines()) == 2, worker.log
+    assert "INSERT" not in worker.log, "what failed is said, not the whole statement"
 
 
 def test_an_outage_of_the_server_is_told_once_and_afterwards_all_is_delivered_and_counted(
-    owned_cluster: Cluster, new_scene: NewScene
+    owned_cluster: Cluster, new_scene: NewScene, install: Callable[[str], None]
 ) -> None:
-    prepared = owned_cluster.dsn()
-    from eventbus.postgres.migrate import migrate
-
-    migrate(prepared, "eventbus")
-    scene = new_scene(prepared)
+    install(owned_cluster.dsn())
+    scene = new_scene(owned_cluster.dsn())
     scene.prepare(WORK)
     worker = consume(scene, WORK, interval=0.1)
     scene.wait_until_consuming(worker)
