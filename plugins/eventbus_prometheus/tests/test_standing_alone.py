@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import wsgiref.validate
 from collections.abc import Callable
 from typing import Any
@@ -149,3 +151,15 @@ def test_buckets_can_be_set_in_an_environment_variable() -> None:
     bounds = {name: {key[1] for key in found if key[0] == f"eventbus_{name}_seconds_bucket"}
               for name in ("handler", "waiting")}  # fmt: skip
     assert bounds == {"handler": {"0.5", "2.0", "+Inf"}, "waiting": {"7.0", "+Inf"}}
+
+
+def test_without_its_package_the_plugin_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['prometheus_client'] = None\n"
+        "from eventbus.plugins.loading import load\n"
+        "from eventbus.settings import Settings\n"
+        "print(*load(Settings(plugins=('prometheus',)))[1])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("plugin prometheus (entry point eventbus_prometheus:Prometheus of eventbus)")
+    assert said.endswith('prometheus-client is not installed: pip install "eventbus[prometheus]"\n')
