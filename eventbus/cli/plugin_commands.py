@@ -41,7 +41,15 @@ def add_commands(app: typer.Typer, arguments: Sequence[str]) -> None:
         return
     for problem in plugins.problems:
         _warn(arguments, masked(message_of(problem)))
-    plugins.tell(plugins.of("eventbus_commands"), commands=Commands(app))
+    for implementation in plugins.of("eventbus_commands"):
+        try:
+            implementation(commands=Commands(app))
+        except Exception as error:  # noqa: BLE001 - one plugin must not take the commands of the others away
+            plugin = implementation.plugin
+            problem = (
+                f"plugin {plugin.name} ({plugin.origin}): eventbus_commands failed: {type(error).__name__}: {error}"
+            )
+            sys.stderr.write(f"eventbus: warning: {masked(' '.join(problem.split()))}\n")
 
 
 def _warn(arguments: Sequence[str], problem: str) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Final
 
 PROGRAM: Final = str(Path(sys.executable).with_name("eventbus"))
+NONE: Final = ","
+"""The setting ``plugins`` in the environment for no plugins; an empty variable stands for the default."""
 
 
 class Folder:

@@ -12,8 +12,9 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from eventbus import cli
-from eventbus.plugins import Finding, hookimpl
+from eventbus.plugins import Finding, Migration, hookimpl
 from eventbus.postgres import privileges
+from tests.end_to_end.distributions import NONE
 from tests.postgres.line import Line
 
 pytestmark = [pytest.mark.usefixtures("major"), pytest.mark.parametrize("major", [18], indirect=True)]
@@ -64,7 +65,7 @@ def doctor(
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EVENTBUS_DSN", dsn)
-    monkeypatch.setenv("EVENTBUS_PLUGINS", "")
+    monkeypatch.setenv("EVENTBUS_PLUGINS", NONE)
     return Doctor(capsys, monkeypatch)
 
 
@@ -102,6 +103,22 @@ class Unconscious:
 
     @hookimpl
     def eventbus_health(self) -> Sequence[Finding]:
+        raise RuntimeError("no answer from postgresql://app:s3cret@db/shop")
+
+
+class Tabled:
+    """Has a table that nobody has made yet."""
+
+    @hookimpl
+    def eventbus_migrations(self) -> Sequence[Migration]:
+        return [Migration("0001_notes", "-- Notes.\nCREATE TABLE {schema}.tabled_notes (n integer);")]
+
+
+class Untabled:
+    """Does not know its tables."""
+
+    @hookimpl
+    def eventbus_migrations(self) -> Sequence[Migration]:
         raise RuntimeError("no answer")
 
 
@@ -190,6 +207,16 @@ def test_a_paused_queue_is_told_with_who_paused_it_and_why(
     assert (source in found["message"]) == (source != "manual")
 
 
+def test_what_waits_in_a_paused_queue_has_no_second_finding(
+    doctor: Doctor, line: Line, conn: psycopg.Connection
+) -> None:
+    line.publish()
+    line.relay()
+    conn.execute("UPDATE eventbus.outbox SET published_at = clock_timestamp() - interval '1 hour'")
+    line.one("SELECT eventbus.pause_queue(%s, 'manual', 'too hot', NULL, NULL)", line.numbers["ledger"])
+    assert doctor().codes == {"queue_paused"}
+
+
 def test_dead_letters_that_wait_are_counted_by_queue(doctor: Doctor, line: Line) -> None:
     line.kill("ledger", 3)
     found = doctor()
@@ -252,6 +279,18 @@ def test_a_schema_of_another_version_is_told(doctor: Doctor, line: Line, conn: p
     assert doctor().codes == {"schema_mismatch"}
 
 
+def test_tables_of_a_plugin_that_are_not_there_yet_are_told(doctor: Doctor, line: Line) -> None:
+    found = doctor(plugins=f"{__name__}:Tabled")
+    assert found.codes == {"schema_mismatch"}
+    assert "eventbus migrate" in found.of("schema_mismatch")["message"]
+
+
+def test_a_plugin_whose_tables_cannot_be_told_hides_nothing(doctor: Doctor, line: Line) -> None:
+    found = doctor(plugins=f"{__name__}:Untabled")
+    assert found.codes == {"plugin_broken"}
+    assert found.of("schema_ok")
+
+
 def test_a_setting_that_cannot_work_is_a_finding(doctor: Doctor) -> None:
     found = doctor(lease="soon")
     assert (found.code, found.codes) == (1, {"settings_invalid"})
@@ -271,7 +310,7 @@ def test_what_plugins_find_is_part_of_it_and_one_that_fails_hides_nothing(doctor
     assert (found.code, found.report["level"]) == (1, "degraded")
     assert (warm["check"], warm["message"], warm["hint"]) == ("feverish", "1 queues are too warm", "open a window")
     assert (failed["check"], failed["level"]) == ("unconscious", "degraded")
-    assert "no answer" in failed["message"]
+    assert "no answer from postgresql://app:***@db/shop" in failed["message"]
 
 
 def test_people_read_one_line_per_finding_and_the_hint_below(doctor: Doctor, line: Line) -> None:

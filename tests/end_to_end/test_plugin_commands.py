@@ -14,7 +14,7 @@ import pytest
 
 from eventbus.cli.new_plugin import write
 from eventbus.errors import ConfigurationError
-from tests.end_to_end.distributions import Folder
+from tests.end_to_end.distributions import NONE, Folder
 
 GAUGE = '''
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
@@ -46,6 +46,27 @@ class Gauge:
     @hookimpl
     def eventbus_claimed(self, queue): ...
 '''
+PUMP = '''
+class Pump:
+    """Adds a command."""
+
+    @hookimpl
+    def eventbus_commands(self, commands):
+        commands.add("pump", pump, "eventbus pump --times 2")
+
+
+def pump(invocation, times: int = 1) -> None:
+    """Pump some air."""
+    invocation.screen.answer({"pumped": times}, f"pumped {times} times")
+'''
+BROKEN_PUMP = '''
+class BrokenPump:
+    """Cannot add its command."""
+
+    @hookimpl
+    def eventbus_commands(self, commands):
+        raise OSError("no air")
+'''
 VALVE = '''
 class Valve:
     """Closes."""
@@ -56,7 +77,7 @@ class Valve:
 def folder(tmp_path: Path) -> Folder:
     """A distribution with two plugins."""
     folder = Folder(tmp_path)
-    folder.write("pressure.py", GAUGE + VALVE)
+    folder.write("pressure.py", GAUGE + PUMP + BROKEN_PUMP + VALVE)
     folder.install("acme-pressure", "3.4", gauge="pressure:Gauge", valve="pressure:Valve")
     return folder
 
@@ -207,3 +228,19 @@ def test_what_is_written_is_code_whatever_the_name(tmp_path: Path, name: str) ->
     for file in made.rglob("*.py"):
         compile(file.read_text(), str(file), "exec")
     assert "@" + "name" not in "".join(file.read_text() for file in made.rglob("*") if file.is_file())
+
+
+@pytest.mark.hook("eventbus_commands")
+def test_a_plugin_adds_a_command_with_the_options_of_all_commands(folder: Folder) -> None:
+    done = folder.run("pump", "--times", "3", "--json", plugins="pressure:Pump")
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"pumped": 3}), done.stderr
+    listed = folder.run("--help", plugins="pressure:Pump")
+    assert "Pump some air." in listed.stdout
+    assert folder.run("pump", plugins=NONE).returncode == 2
+
+
+def test_a_plugin_that_cannot_add_its_command_takes_no_other_away(folder: Folder) -> None:
+    done = folder.run("pump", plugins="pressure:BrokenPump,pressure:Pump")
+    assert (done.returncode, done.stdout) == (0, "pumped 1 times\n"), done.stderr
+    assert "plugin broken_pump (pressure:BrokenPump): eventbus_commands failed: OSError: no air" in done.stderr
+    assert "Traceback" not in done.stderr
