@@ -19,6 +19,7 @@ from bench.drain import drain, snapshot, sync
 from bench.idle import idle
 from bench.latency import latency
 from bench.memory import memory
+from bench.plugins import plugins
 from bench.promises import promises
 from bench.publishers import publishers
 from bench.publishing import bulk, publish
@@ -59,6 +60,7 @@ WORKLOADS: Final[Mapping[str, Measure]] = {
     "claim-cost": lambda server, sizes: claim_cost(server, sizes.rows),
     "bulk": lambda server, sizes: bulk(server, 20_000, sizes.rounds),
     "promises": lambda server, sizes: promises(server, sizes.events // 2, sizes.rounds),
+    "plugins": lambda server, sizes: plugins(server, sizes.events, sizes.rounds),
     "sync": lambda server, sizes: sync(server, sizes.events // 2, sizes.rounds),
 }
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 from bench.children import READY
 from bench.line import PATTERN, QUEUE
 from bench.meter import Meter
+from bench.plugins import CHOICES, AroundEachCall, EveryHook
 from eventbus import Event, EventBus
 from eventbus.runtime.worker import Worker
 from eventbus.settings import load
@@ -34,7 +35,11 @@ KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
 def main() -> None:
     """Consume as the arguments say."""
     arguments = _arguments()
-    bus = EventBus(load({"dsn": arguments.dsn}))
+    named = None if arguments.plugins == "default" else ()
+    own: list[object] = []
+    if arguments.plugins not in ("none", "default"):
+        own.append(AroundEachCall() if arguments.plugins == "around each call" else EveryHook())
+    bus = EventBus(load({"dsn": arguments.dsn, "plugins": named}), plugins=own)
     if arguments.events:
         asyncio.run(_drain(bus, arguments.events, KINDS[arguments.kind], plain=arguments.plain))
     else:
@@ -47,6 +52,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--events", type=int, default=0, help="stop after so many; 0: serve until SIGTERM")
     parser.add_argument("--plain", action="store_true", help="a plain handler instead of an async one")
     parser.add_argument("--kind", choices=list(KINDS), default="plain", help="what the handler is promised")
+    parser.add_argument("--plugins", choices=CHOICES, default="default", help="which plugins are in use")
     return parser.parse_args()
 
 

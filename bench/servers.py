@@ -17,8 +17,10 @@ from typing import Final, Literal
 import psycopg
 from psycopg import conninfo, sql
 
+from eventbus.plugins.registry import loaded
 from eventbus.postgres.migrate import migrate
 from eventbus.runtime import embedded
+from eventbus.settings import Settings
 
 DEFAULT_DSN: Final = "postgresql://127.0.0.1:5432/postgres"
 PREFIX: Final = "eventbus_bench_"
@@ -42,7 +44,7 @@ class Server:
             admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
         dsn = conninfo.make_conninfo(self.admin_dsn, dbname=name)
         try:
-            migrate(dsn, SCHEMA)
+            migrate(dsn, SCHEMA, loaded(Settings()).migrations())
             yield dsn
         finally:
             with psycopg.connect(self.admin_dsn, autocommit=True) as admin:

@@ -36,6 +36,7 @@ class EventBus:
         self.subscribe = self.subscriptions.subscribe
         self._settings = settings
         self._own_plugins = tuple(plugins)
+        self._loaded: tuple[object, Plugins] | None = None
 
     @property
     def settings(self) -> Settings:
@@ -47,7 +48,6 @@ class EventBus:
     @functools.cached_property
     def outbox(self) -> Outbox:
         """Publishes in the caller's transaction."""
-        self.plugins.require_all()
         statements = PublishStatements(self.settings.schema_name)
         outbox = Outbox(statements, self.settings, Interception(self.plugins, self))
         for plugin, adapters in self.plugins.ask("eventbus_connection_adapters"):
@@ -55,10 +55,10 @@ class EventBus:
                 register_adapter(outbox.connections, plugin.name, adapter)
         return outbox
 
-    @functools.cached_property
+    @property
     def plugins(self) -> Plugins:
-        """The plugins in force; loaded when they are first needed. What is wrong with them is in their ``problems``."""
-        return loaded(self.settings, self._own_plugins)
+        """The plugins in force; loaded when they are first needed. Raises :class:`ConfigurationError`."""
+        return self.plugins_for(self.settings)
 
     def worker(
         self,
@@ -79,13 +79,11 @@ class EventBus:
 
     def plugins_for(self, settings: Settings) -> Plugins:
         """Those for these settings; raises :class:`ConfigurationError` for whatever is wrong with one of them."""
-        same = self._settings is not None and (settings.plugins, settings.plugin_settings) == (
-            self._settings.plugins,
-            self._settings.plugin_settings,
-        )
-        plugins = self.plugins if same else loaded(settings, self._own_plugins)
-        plugins.require_all()
-        return plugins
+        wanted = (settings.plugins, settings.plugin_settings)
+        if self._loaded is None or self._loaded[0] != wanted:
+            self._loaded = wanted, loaded(settings, self._own_plugins, configure=True)
+        self._loaded[1].require_all()
+        return self._loaded[1]
 
     def consume(
         self,

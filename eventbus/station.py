@@ -197,6 +197,7 @@ class Station:
         finish: Finish = lambda delivery, verdict: self._consumer.finish(delivery, verdict, state)  # noqa: E731
         runner = runner_for(subscription, execution, slots, finish, f"eventbus-{subscription.name}")
         reporter = QueueReporter(self._reporter, subscription.name)
+        execution.verdicts.later = reporter.decides
         skips = subscription.when_exhausted == "skip"
         state = QueueState(subscription.name, runner, pace, reporter, completions=completions, skips=skips)
         return state

@@ -7,7 +7,7 @@ and :class:`DeadLetter`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 from uuid import UUID
@@ -66,6 +66,8 @@ class Verdict:
     error: Mapping[str, Any] | None = None
     kind: Literal["duplicate", "discarded"] | None = field(default=None, compare=False)
     """Why it is done although no handler ended well."""
+    say: Callable[[], None] | None = field(default=None, compare=False, repr=False)
+    """Logs it, if it stands; None: that is done."""
 
 
 DONE = Verdict("done")

@@ -45,11 +45,9 @@ def add_commands(app: typer.Typer, arguments: Sequence[str]) -> None:
         try:
             implementation(commands=Commands(app))
         except Exception as error:  # noqa: BLE001 - one plugin must not take the commands of the others away
-            plugin = implementation.plugin
-            problem = (
-                f"plugin {plugin.name} ({plugin.origin}): eventbus_commands failed: {type(error).__name__}: {error}"
-            )
-            sys.stderr.write(f"eventbus: warning: {masked(' '.join(problem.split()))}\n")
+            name = f"plugin {implementation.plugin.name} ({implementation.plugin.origin})"
+            said = f"{name}: eventbus_commands failed: {type(error).__name__}: {error}"
+            sys.stderr.write(f"eventbus: warning: {masked(' '.join(said.split()))}\n")
 
 
 def _warn(arguments: Sequence[str], problem: str) -> None:

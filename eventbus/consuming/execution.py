@@ -190,18 +190,13 @@ class Execution:
         if self.boundary is None:
             if self._surround is None:
                 return self._read_blocking(deliveries, arguments, read)
-            with self._surround.blocking(deliveries) as call:
-                came = self._read_blocking(deliveries, arguments, read)
-                call.outcomes = () if isinstance(came, Unfinished) else came
-                return came
+            return self._surround.blocking(deliveries, lambda: self._read_blocking(deliveries, arguments, read))
 
         def attempt(connection: Any) -> Results:
             inner = self._with(connection, arguments)
             if self._surround is None:
                 return self._refusing(deliveries, inner, read)
-            with self._surround.blocking(deliveries) as call:
-                call.outcomes = results = self._refusing(deliveries, inner, read)
-                return results
+            return self._surround.blocking(deliveries, lambda: self._refusing(deliveries, inner, read))
 
         return self.boundary.run_blocking(deliveries, attempt)
 
@@ -220,9 +215,7 @@ class Execution:
         work = functools.partial(finished, unfinished.result)
         if self._surround is None:
             return await self._concluded(deliveries, work, unfinished.spent, read)
-        async with self._surround.running(deliveries) as call:
-            call.outcomes = results = await self._concluded(deliveries, work, unfinished.spent, read)
-            return results
+        return await self._surround.running(deliveries, self._concluded(deliveries, work, unfinished.spent, read))
 
     def _with(self, connection: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*arguments, connection) if self.subscription.handler.takes_connection else arguments
@@ -231,9 +224,7 @@ class Execution:
         work = lambda: finished(self._call(*arguments))  # noqa: E731
         if self._surround is None:
             return await self._concluded(deliveries, work, 0.0, read)
-        async with self._surround.running(deliveries) as call:
-            call.outcomes = results = await self._concluded(deliveries, work, 0.0, read)
-            return results
+        return await self._surround.running(deliveries, self._concluded(deliveries, work, 0.0, read))
 
     async def _concluded(
         self, deliveries: Sequence[Delivery], work: Callable[[], Awaitable[Any]], spent: float, read: Read

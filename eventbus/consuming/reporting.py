@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from eventbus import signals
 from eventbus.consuming.holdings import chain
+from eventbus.event import Event
 from eventbus.plugins.registry import Plugins
 from eventbus.plugins.values import Failure, OutcomeName, Postpone, Result
 from eventbus.transport import DONE, Delivery, Lease, Verdict
@@ -110,6 +111,11 @@ class QueueReporter:
         self._lost = plugins.of("eventbus_lease_lost", queue)
 
     @property
+    def decides(self) -> bool:
+        """Whether a plugin may postpone what failed."""
+        return bool(self._failed)
+
+    @property
     def limits(self) -> bool:
         """Whether a plugin may want to claim less."""
         return bool(self._limits)
@@ -137,15 +143,30 @@ class QueueReporter:
         """The verdict that stands: plugins may postpone what has failed."""
         error, delivery.error = delivery.error, None
         event = delivery.event
-        if not self._failed or event is None or verdict.outcome not in ("retry", "dead"):
+        if event is None or verdict.outcome not in ("retry", "dead"):
             return verdict
+        if self._failed and (postponed := self._postponed(delivery, event, error, verdict)) is not None:
+            return postponed
+        if verdict.say is not None:
+            verdict.say()
+        return verdict
+
+    def _postponed(
+        self, delivery: Delivery, event: Event, error: BaseException | None, verdict: Verdict
+    ) -> Verdict | None:
+        """The first postponement counts."""
         outcome: Any = verdict.outcome
         failure = Failure(self._queue, event, error, outcome, delivery.lease.probe, delivery.began)
         for implementation in self._failed:
             for answer in self._reporter.plugins.tell([implementation], queue=self._queue, failure=failure):
                 if isinstance(answer, Postpone):
-                    return Verdict("deferred", max(0.0, answer.seconds), verdict.reason, verdict.error)
-        return verdict
+                    seconds, plugin = max(0.0, answer.seconds), implementation.plugin.name
+                    log.info(
+                        "plugin %s postpones %s, which failed, by %.1f s; no attempt counts", plugin, event, seconds,
+                        extra={"queue": self._queue, "event_id": event.event_id_text},
+                    )  # fmt: skip
+                    return Verdict("deferred", seconds, verdict.reason, verdict.error)
+        return None
 
     def stored(self, handled: Handled) -> None:
         """What came of these was stored."""
@@ -213,7 +234,11 @@ class Group:
     def timings(self) -> Sequence[tuple[datetime | None, float, float]]:
         """When published (of first attempts of fresh events), when called, and how long it took."""
         return [
-            (event.published_at if is_fresh(delivery) else None, delivery.began, delivery.spent)
+            (
+                None if delivery.lease.exception_id or event.replay_id else event.published_at,
+                delivery.began,
+                delivery.spent,
+            )
             for delivery, verdict in self._handled
             if (verdict is DONE or was_called(verdict)) and (event := delivery.event) is not None
         ]
@@ -244,11 +269,6 @@ def outcome_name(verdict: Verdict) -> OutcomeName:
 def was_called(verdict: Verdict) -> bool:
     """Whether the handler was called, and came to an end."""
     return verdict.kind == "discarded" or verdict.outcome in ("retry", "dead") or verdict is DONE
-
-
-def is_fresh(delivery: Delivery) -> bool:
-    """Whether it is the first attempt of an event that nobody replayed or kept waiting."""
-    return not delivery.lease.exception_id and not (delivery.event is not None and delivery.event.replay_id)
 
 
 def size(lease: Lease) -> int:

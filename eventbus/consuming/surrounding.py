@@ -5,16 +5,17 @@ Before it: ``execution`` is about to call the handler. After it: the handler's r
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from eventbus.consuming.subscriptions import Subscription
 from eventbus.hookspecs import Around, AsyncAround
 from eventbus.plugins.registry import Complaints, Plugins
 from eventbus.plugins.values import Call, QueueFacts
 from eventbus.transport import Delivery
+
+Came = TypeVar("Came")
 
 _AROUND = "eventbus_around_handler"
 _ASYNC_AROUND = "eventbus_around_async_handler"
@@ -29,10 +30,43 @@ class Surround:
     arounds: Sequence[tuple[str, Around]]
     async_arounds: Sequence[tuple[str, AsyncAround]] = ()
 
-    @contextmanager
-    def blocking(self, deliveries: Sequence[Delivery]) -> Iterator[Call]:
-        """Around a call in this thread."""
+    def blocking(self, deliveries: Sequence[Delivery], attempt: Callable[[], Came]) -> Came:
+        """Make a call in this thread. What ``attempt`` returns are the results, or what is to be awaited for them."""
         call = self._call(deliveries)
+        entered = self._enter(call)
+        try:
+            came = attempt()
+        except BaseException as error:
+            self._leave(entered, error)
+            raise
+        if isinstance(came, tuple | list):
+            call.outcomes = came
+        self._leave(entered, None)
+        return came
+
+    async def running(self, deliveries: Sequence[Delivery], attempt: Awaitable[Came]) -> Came:
+        """Make a call on the event loop."""
+        call = self._call(deliveries)
+        entered = self._enter(call)
+        inner = await self._enter_async(call) if self.async_arounds else ()
+        try:
+            came = await attempt
+        except BaseException as error:
+            if inner:
+                await self._leave_async(inner, error)
+            self._leave(entered, error)
+            raise
+        if isinstance(came, tuple | list):
+            call.outcomes = came
+        if inner:
+            await self._leave_async(inner, None)
+        self._leave(entered, None)
+        return came
+
+    def _call(self, deliveries: Sequence[Delivery]) -> Call:
+        return Call(self.queue, [delivery.event for delivery in deliveries if delivery.event is not None])
+
+    def _enter(self, call: Call) -> list[tuple[str, Any]]:
         entered: list[tuple[str, Any]] = []
         for plugin, around in self.arounds:
             try:
@@ -41,58 +75,40 @@ class Surround:
                 entered.append((plugin, manager))
             except Exception as error:  # noqa: BLE001 - whatever a plugin raises must not touch delivery
                 self.complaints.failed(plugin, _AROUND, error)
-        try:
-            yield call
-        except BaseException as error:
-            self._leave(entered, error)
-            raise
-        else:
-            self._leave(entered, None)
+        return entered
 
-    @asynccontextmanager
-    async def running(self, deliveries: Sequence[Delivery]) -> AsyncIterator[Call]:
-        """Around a call on the event loop."""
-        with self.blocking(deliveries) as call:
-            entered: list[tuple[str, Any]] = []
-            for plugin, around in self.async_arounds:
-                try:
-                    manager = around(call)
-                    await manager.__aenter__()
-                    entered.append((plugin, manager))
-                except Exception as error:  # noqa: BLE001 - the same
-                    self.complaints.failed(plugin, _ASYNC_AROUND, error)
+    async def _enter_async(self, call: Call) -> list[tuple[str, Any]]:
+        entered: list[tuple[str, Any]] = []
+        for plugin, around in self.async_arounds:
             try:
-                yield call
-            except BaseException as error:
-                await self._leave_async(entered, error)
-                raise
-            else:
-                await self._leave_async(entered, None)
+                manager = around(call)
+                await manager.__aenter__()
+                entered.append((plugin, manager))
+            except Exception as error:  # noqa: BLE001 - the same
+                self.complaints.failed(plugin, _ASYNC_AROUND, error)
+        return entered
 
-    def _call(self, deliveries: Sequence[Delivery]) -> Call:
-        return Call(self.queue, [delivery.event for delivery in deliveries if delivery.event is not None])
-
-    def _leave(self, entered: list[tuple[str, Any]], error: BaseException | None) -> None:
+    def _leave(self, entered: Sequence[tuple[str, Any]], error: BaseException | None) -> None:
         for plugin, manager in reversed(entered):
             try:
                 manager.__exit__(None if error is None else type(error), error, error and error.__traceback__)
-            except Exception as problem:  # noqa: BLE001 - the same
-                if problem is not error:
-                    self.complaints.failed(plugin, _AROUND, problem)
-            except BaseException as problem:
-                if problem is not error:
-                    raise
+            except BaseException as problem:  # noqa: BLE001 - told apart there
+                self._heed(plugin, _AROUND, problem, error)
 
-    async def _leave_async(self, entered: list[tuple[str, Any]], error: BaseException | None) -> None:
+    async def _leave_async(self, entered: Sequence[tuple[str, Any]], error: BaseException | None) -> None:
         for plugin, manager in reversed(entered):
             try:
                 await manager.__aexit__(None if error is None else type(error), error, error and error.__traceback__)
-            except Exception as problem:  # noqa: BLE001 - the same
-                if problem is not error:
-                    self.complaints.failed(plugin, _ASYNC_AROUND, problem)
-            except BaseException as problem:
-                if problem is not error:
-                    raise
+            except BaseException as problem:  # noqa: BLE001 - told apart there
+                self._heed(plugin, _ASYNC_AROUND, problem, error)
+
+    def _heed(self, plugin: str, hook: str, problem: BaseException, error: BaseException | None) -> None:
+        """What a context manager raised when it was left: the handler's own error, a complaint, or a cancellation."""
+        if problem is error:
+            return
+        if not isinstance(problem, Exception | SystemExit):
+            raise problem
+        self.complaints.failed(plugin, hook, problem)
 
 
 def surround_of(plugins: Plugins, facts: QueueFacts) -> Surround | None:

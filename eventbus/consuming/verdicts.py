@@ -7,8 +7,10 @@ event runs again is decided here, by the rules and the policies of the subscript
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, assert_never
 
 from eventbus.consuming.results import Failure, failure
@@ -27,6 +29,8 @@ class Verdicts:
     def __init__(self, subscription: Subscription, random: Callable[[], float]) -> None:
         self._subscription = subscription
         self._random = random
+        self.later = False
+        """Somebody else may decide otherwise about what failed, so that it is logged by whoever knows what stands."""
 
     def of(self, outcome: Outcome, event: Event) -> Verdict:
         """What the outcome of a handler means for this event."""
@@ -37,7 +41,7 @@ class Verdicts:
                 _say(logging.INFO, "discarded %s: %s", event, reason, about=event)
                 return Verdict("done", reason=reason, kind="discarded")
             case DeadLetter(reason):
-                return _dead(event, reason or "the handler gave up", None)
+                return self._dead(event, reason or "the handler gave up", None)
             case Retry(after, reason):
                 problem = None if reason is None else Failure("Retry", reason, "")
                 return self._retry(self._subscription.retry, event, after, problem)
@@ -56,8 +60,8 @@ class Verdicts:
         if policy is not None:
             return self._retry(policy, event, None, problem)
         if issubclass(type(error), PayloadMismatch):
-            return _dead(event, "payload mismatch", problem)
-        return _dead(event, f"not retried: no rule of retry_on names {problem.type}", problem)
+            return self._dead(event, "payload mismatch", problem)
+        return self._dead(event, f"not retried: no rule of retry_on names {problem.type}", problem)
 
     def _policy(self, error: BaseException) -> RetryPolicy | None:
         """The policy that decides when it is tried again; None: never."""
@@ -69,13 +73,25 @@ class Verdicts:
     def _retry(self, policy: RetryPolicy, event: Event, after: float | None, problem: Failure | None) -> Verdict:
         if policy.exhausted(event.attempt):
             attempts = "1 attempt" if event.attempt == 1 else f"{event.attempt} attempts"
-            return _dead(event, f"gave up after {attempts}", problem)
+            return self._dead(event, f"gave up after {attempts}", problem)
         delay = policy.delay(event.attempt, self._random) if after is None else after
-        _say(
-            logging.WARNING, "attempt %d of %d failed, again in %.1f s: %s: %s",
+        say = functools.partial(
+            _say, logging.WARNING, "attempt %d of %d failed, again in %.1f s: %s: %s",
             event.attempt, policy.max_attempts, delay, event, _brief(problem), about=event,
         )  # fmt: skip
-        return Verdict("retry", delay=delay, error=_stored(problem))
+        return self._said(Verdict("retry", delay=delay, error=_stored(problem), say=say))
+
+    def _dead(self, event: Event, reason: str, problem: Failure | None) -> Verdict:
+        message = "dead letter (%s): %s: %s"
+        say = functools.partial(_say, logging.ERROR, message, reason, event, _brief(problem), about=event)
+        return self._said(Verdict("dead", reason=reason, error=_stored(problem), say=say))
+
+    def _said(self, verdict: Verdict) -> Verdict:
+        """Log it now, unless somebody else may decide otherwise."""
+        if verdict.say is not None and not self.later:
+            verdict.say()
+            return replace(verdict, say=None)
+        return verdict
 
 
 def warn_of_batch(events: Sequence[Event], why: BaseException | str) -> None:
@@ -94,11 +110,6 @@ def _matches(error: BaseException, kind: type[BaseException]) -> bool:
     if issubclass(type(error), PayloadMismatch) and not issubclass(kind, PayloadMismatch):
         return False
     return kind in type(error).__mro__
-
-
-def _dead(event: Event, reason: str, problem: Failure | None) -> Verdict:
-    _say(logging.ERROR, "dead letter (%s): %s: %s", reason, event, _brief(problem), about=event)
-    return Verdict("dead", reason=reason, error=_stored(problem))
 
 
 def _say(level: int, message: str, *values: object, about: Event) -> None:

@@ -217,8 +217,11 @@ class Plugins:
                 )
 
 
-def loaded(settings: Settings, own: Sequence[Any] = ()) -> Plugins:
-    """The plugins of the setting, and after them ``own``: objects or classes of the program's own."""
+def loaded(settings: Settings, own: Sequence[Any] = (), *, configure: bool = False) -> Plugins:
+    """The plugins of the setting, and after them ``own``: objects or classes of the program's own.
+
+    ``configure``: they are going to work, and are told of the settings; not those that only add commands or tables.
+    """
     plugins, problems = load(settings)
     for item in own:
         kind = item if inspect.isclass(item) or inspect.ismodule(item) else type(item)
@@ -230,6 +233,6 @@ def loaded(settings: Settings, own: Sequence[Any] = ()) -> Plugins:
         except ConfigurationError as problem:
             problems.append(problem)
     found = Plugins(plugins, problems)
-    if not found.problems:
+    if configure and not found.problems:
         found.ask("eventbus_configure", settings=settings)
     return found
