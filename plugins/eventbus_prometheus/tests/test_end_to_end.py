@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import psycopg
 import pytest
 
+from eventbus import Event
+from eventbus.bus import EventBus
+from eventbus.errors import ConfigurationError
+from eventbus.postgres import admin
 from eventbus.postgres.migrate import migrate
-from eventbus_prometheus.tests.scraped import Samples, parsed, samples
+from eventbus_prometheus.tests.scraped import Samples, parsed, samples, settings
 from tests.end_to_end.processes import Nursery
 from tests.end_to_end.scene import FAST_RETRY, Scene, one_server, played
 from tests.servers import Cluster
@@ -33,13 +40,13 @@ def scraped(port: int, timeout: float = 20.0) -> Samples:
         return samples(parsed(answer.read()).values())
 
 
-def watched(scene: Scene, *queues: Mapping[str, Any], **settings: Any) -> int:
+def watched(scene: Scene, *queues: Mapping[str, Any], **own: Any) -> int:
     """Start a consumer with the plugin; its port."""
     port = free_port()
     process = scene.consume(
         *queues,
         plugins=["prometheus"],
-        plugin_settings={"prometheus": {"cache": 0, **settings}},
+        plugin_settings={"prometheus": {"cache": 0, **own}},
         http_port=port,
     )
     scene.wait_until_consuming(process)
@@ -120,3 +127,29 @@ def test_a_worker_that_was_frozen_for_longer_than_its_lease_tells_what_it_lost(s
     first.send(signal.SIGCONT)
     wait_until(lambda: scraped(first_port)["eventbus_lost_events_total", "ledger"] == 1, timeout=30)
     scene.open_gate("gate")
+
+
+@one_server
+async def test_the_port_is_open_as_long_as_the_worker_runs_and_one_in_use_stops_the_start(
+    dsn: str, conn: psycopg.Connection
+) -> None:
+    admin.resume(conn, "eventbus")
+    port = free_port()
+    bus = EventBus(settings(dsn, plugins=("prometheus",), http_port=port))
+    bus.subscribe("orders.#", name="ledger")(nothing)
+    worker, second = bus.worker(), bus.worker()
+    running = asyncio.create_task(worker.run())
+    await asyncio.wait_for(worker.ready(), 20)
+    found = await asyncio.to_thread(scraped, port)
+    assert found["eventbus_workers", "alive"] == 1
+    with pytest.raises(ConfigurationError, match="the port is in use"):
+        await second.run()
+    assert (await asyncio.to_thread(scraped, port, 20))["eventbus_workers", "alive"] == 1, "it has never registered"
+    worker.stop()
+    assert await asyncio.wait_for(running, 20) == 0
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        await asyncio.to_thread(scraped, port)
+
+
+async def nothing(event: Event) -> None:
+    """Handle it."""
