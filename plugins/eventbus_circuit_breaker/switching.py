@@ -72,7 +72,7 @@ class Switch:
     def paused(self, queue: str) -> None:
         """The queue is paused, by a breaker or by somebody else."""
         circuit = self._circuits.get(queue)
-        if circuit is not None and circuit.state != "open":
+        if circuit is not None and not (circuit.state == "open" and circuit.until > time.monotonic()):
             self._soon("look", queue, lambda: self._look(queue))
 
     def drain(self) -> None:

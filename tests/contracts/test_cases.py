@@ -18,7 +18,7 @@ NUMBERS = {
     "EXT": (1, 3, 4, 7),
 }  # fmt: skip
 CASES = [f"{kind}-{number:02}" for kind, numbers in NUMBERS.items() for number in numbers]
-NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)))
+NAMED = sorted(set(re.findall(r"`((?:plugins/\w+/)?tests/[\w/]+\.py)::(\w+)`", PAGE)))
 
 
 def test_no_case_is_left_out_or_answered_twice() -> None:

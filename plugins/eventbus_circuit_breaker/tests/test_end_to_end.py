@@ -21,11 +21,16 @@ DOWN = {"needs": "server"}
 """A payload whose handler fails until the server is there."""
 
 
-def consume(scene: Scene, *queues: dict[str, Any], concurrency: int = 10, **settings: Any) -> Process:
+def consume(scene: Scene, *queues: dict[str, Any], until_idle: bool = False, **settings: Any) -> Process:
     """A worker with a breaker whose pauses are short."""
+    concurrency = settings.pop("concurrency", 10)
     breaker = {"first_pause": 1.0, "longest_pause": 2.0, "probe_timeout": 2.0} | settings
     return scene.consume(
-        *queues, plugins=["circuit_breaker"], plugin_settings={"circuit_breaker": breaker}, concurrency=concurrency
+        *queues,
+        plugins=["circuit_breaker"],
+        plugin_settings={"circuit_breaker": breaker},
+        concurrency=concurrency,
+        until_idle=until_idle,
     )
 
 
@@ -175,6 +180,16 @@ def test_a_pause_by_hand_outlasts_the_breaker(scene: Scene) -> None:
     scene.query("SELECT eventbus.resume_queue(id, 'manual') FROM eventbus.queues")
     scene.check.verify("mail")
     assert worker.terminate() == 0
+
+
+def test_a_worker_that_ends_when_nothing_is_left_waits_for_the_breaker(scene: Scene) -> None:
+    scene.prepare(MAIL)
+    scene.publish("a", *[DOWN] * 100)
+    worker = consume(scene, MAIL, until_idle=True)
+    wait_until_open(scene, trips=2)
+    scene.open_gate("server")
+    assert worker.wait() == 0
+    scene.check.verify_now("mail")
 
 
 def test_a_worker_without_the_breakers_tables_delivers_and_says_so_once(scene: Scene, conn: psycopg.Connection) -> None:

@@ -226,6 +226,14 @@ async def test_a_pause_that_another_process_has_begun_is_looked_at(play: Play) -
     assert 19 < late.seconds < 24
 
 
+async def test_an_opening_after_one_that_is_over_is_looked_at_too_and_one_that_is_known_is_not(play: Play) -> None:
+    for seconds in (0.0, 20.0, 20.0):
+        signals.send(signals.queue_paused, None, queue="q", seconds=20.0)
+        play.worker.answers.append([(seconds, 1)])
+        await play.carry_out()
+    assert len(play.worker.statements) == 2
+
+
 async def test_a_pause_by_hand_is_no_reason_to_spare_attempts(play: Play) -> None:
     signals.send(signals.queue_paused, None, queue="q", seconds=None)
     await play.carry_out()
