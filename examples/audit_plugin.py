@@ -105,7 +105,8 @@ class Audit:
             return
         for result in settled.results:
             if result.outcome == "dead" and result.event is not None:
-                self._unwritten.append((queue, result.event.topic, result.event.event_id_text, result.reason))
+                why = f"{result.reason}: {result.error['message']}" if result.error else result.reason
+                self._unwritten.append((queue, result.event.topic, result.event.event_id_text, why))
         del self._unwritten[:-MOST_UNWRITTEN]
 
     @hookimpl

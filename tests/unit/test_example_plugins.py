@@ -91,12 +91,15 @@ async def test_what_was_given_up_is_written_once_and_kept_while_the_database_is_
     write = worker.repeated["audit"]
     await write()
     assert worker.statements == []
-    bench.call("eventbus_settled", queue="ledger", settled=new_settled("done", new_result("dead", reason="no")))
+    dead = new_result("dead", reason="gave up", error={"type": "ValueError", "message": "no such order"})
+    bench.call("eventbus_settled", queue="ledger", settled=new_settled("done", "retry", dead, queue="ledger"))
     worker.answers = [Unavailable("away")]
     await write()
     await write()
     await write()
-    assert [parameters[0] for _, parameters in worker.statements] == [["ledger"], ["ledger"]]
+    assert dead.event is not None
+    row = [["ledger"], ["bench.happened"], [dead.event.event_id_text], ["gave up: no such order"]]
+    assert [parameters for _, parameters in worker.statements] == [row, row]
 
 
 async def test_a_stop_writes_the_rest() -> None:
