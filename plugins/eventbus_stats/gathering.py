@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
@@ -17,6 +17,11 @@ from eventbus_stats.histogram import Histogram
 
 _TOGETHER: Final = 1_000
 """So many times are sorted into their buckets at once, which costs less than one by one."""
+
+_SAMPLE: Final = 200
+"""Of a settled group that has at least twice as many, about so many times are looked at, for all of them."""
+
+Timings = Sequence[tuple[datetime | None, float, float]]
 
 _OUTCOMES: Final[Mapping[str, str]] = {
     "done": "handled",
@@ -39,28 +44,38 @@ class Tally:
     waited: Histogram = field(default_factory=Histogram)
     timings: list[tuple[datetime | None, float, float]] = field(default_factory=list)
 
-    def add(self, settled: Settled) -> None:
-        """Count a settled group."""
+    def add(self, settled: Settled, ahead: float | None) -> None:
+        """Count a settled group. ``ahead``: what to add to monotonic seconds for the database's time, None: unknown."""
         counts = self.counts
         for outcome, number in settled.counts.items():
             if (column := _OUTCOMES.get(outcome)) is not None:
                 counts[column] += number
         if failed := failures(settled):
             counts["failed"] += failed
-        self.timings += settled.timings
+        timings = settled.timings
+        every = len(timings) // _SAMPLE
+        if every > 1:
+            self._sample(timings, every, ahead)
+            return
+        self.timings += timings
+        if len(self.timings) >= _TOGETHER:
+            self.sort(ahead)
 
     def sort(self, ahead: float | None) -> None:
-        """Sort the timings into the buckets. ``ahead``: what to add to monotonic seconds for the database's time."""
+        """Sort the timings into the buckets."""
         self.seconds.add([seconds for _, _, seconds in self.timings])
-        if ahead is not None:
-            self.waited.add(
-                [
-                    started + ahead - published_at.timestamp()
-                    for published_at, started, _ in self.timings
-                    if published_at is not None
-                ]
-            )
+        self.waited.add(_waited(self.timings, ahead))
         self.timings.clear()
+
+    def _sample(self, timings: Timings, every: int, ahead: float | None) -> None:
+        """Of a large group only one in ``every`` goes into the buckets, for all of them."""
+        self.seconds.measure([seconds for _, _, seconds in timings])
+        for part, weight in _parts(timings, every):
+            self.seconds.count([seconds for _, _, seconds in part], weight)
+        for part, weight in _parts([each for each in timings if each[0] is not None], every):
+            waited = _waited(part, ahead)
+            self.waited.count(waited, weight)
+            self.waited.measure(waited, weight)
 
     def row(self, queue: str) -> dict[str, Any]:
         """What ``stats_add`` wants to know."""
@@ -95,10 +110,7 @@ class Gathering:
     def settled(self, queue: str, settled: Settled) -> None:
         """Count a settled group of a queue."""
         with self._lock:
-            tally = self._of(queue)
-            tally.add(settled)
-            if len(tally.timings) >= _TOGETHER:
-                tally.sort(self._ahead())
+            self._of(queue).add(settled, self._ahead())
 
     def take(self) -> list[dict[str, Any]]:
         """A row for each queue in which something happened since the last call, which is forgotten here."""
@@ -123,3 +135,18 @@ def failures(settled: Settled) -> int:
     if counts.get("deferred"):
         failed += sum(result.outcome == "deferred" and result.error is not None for result in settled.results)
     return failed
+
+
+def _waited(timings: Timings, ahead: float | None) -> list[float]:
+    """How long first attempts waited, in seconds; nothing while the database's time is not known."""
+    if ahead is None:
+        return []
+    return [
+        started + ahead - published_at.timestamp() for published_at, started, _ in timings if published_at is not None
+    ]
+
+
+def _parts(timings: Timings, every: int) -> Sequence[tuple[Timings, int]]:
+    """One in ``every``, and for how many each of them stands; what is left over stands for itself."""
+    whole = len(timings) - len(timings) % every
+    return (timings[:whole:every], every), (timings[whole:], 1)

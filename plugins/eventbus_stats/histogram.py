@@ -25,19 +25,28 @@ class Histogram:
     longest: float = 0.0
 
     def add(self, times: list[float]) -> None:
-        """Count these times, and leave them sorted. What is below 0 counts as 0."""
+        """Count these times, their sum and the longest, and leave them sorted. What is below 0 counts as 0."""
+        self.count(times)
+        self.measure(times)
+
+    def count(self, times: list[float], weight: int = 1) -> None:
+        """Only the buckets: each time stands for ``weight`` times, and they are left sorted."""
         if not times:
             return
         times.sort()
         if times[0] < 0:
-            times[: bisect_left(times, 0.0)] = [0.0] * bisect_left(times, 0.0)
+            below = bisect_left(times, 0.0)
+            times[:below] = [0.0] * below
         bucket, counted = bisect_left(BOUNDS, times[0]), 0
         while counted < len(times):
             upto = bisect_right(times, BOUNDS[bucket], counted) if bucket < len(BOUNDS) else len(times)
-            self.counts[bucket] += upto - counted
+            self.counts[bucket] += weight * (upto - counted)
             bucket, counted = bucket + 1, upto
-        self.total += sum(times)
-        self.longest = max(self.longest, times[-1])
+
+    def measure(self, times: list[float], weight: int = 1) -> None:
+        """Only their sum and the longest."""
+        self.total += weight * sum(times)
+        self.longest = max(self.longest, max(times, default=0.0))
 
     @property
     def trimmed(self) -> list[int]:

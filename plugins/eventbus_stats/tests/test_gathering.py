@@ -15,6 +15,7 @@ from eventbus.plugins import Result
 from eventbus.plugins.values import OutcomeName
 from eventbus_stats.clock import DatabaseClock
 from eventbus_stats.gathering import Gathering, failures
+from eventbus_stats.histogram import percentile
 
 PUBLISHED = datetime(2030, 1, 1, tzinfo=UTC)
 AHEAD = PUBLISHED.timestamp() - 100.0
@@ -119,12 +120,35 @@ def test_a_queue_in_which_nothing_was_counted_is_not_written() -> None:
 
 def test_memory_stays_small_however_long_nothing_can_be_written() -> None:
     gathering = Gathering(lambda: AHEAD)
-    timings = [(PUBLISHED, 101.0, 0.001)] * 400
-    for _ in range(50):
-        gathering.settled("ledger", WithoutResults({"done": 400}, timings))
+    for size in (1, 7, 199, 399, 400, 1_000, 2_999) * 5:
+        gathering.settled("ledger", WithoutResults({"done": size}, [(PUBLISHED, 101.0, 0.001)] * size))
         assert len(gathering._of("ledger").timings) < 1_000
     [row] = gathering.take()
-    assert (row["handled"], sum(row["seconds_buckets"]), sum(row["waited_buckets"])) == (20_000,) * 3
+    assert (row["handled"], sum(row["seconds_buckets"]), sum(row["waited_buckets"])) == (5 * 5_005,) * 3
+    assert row["seconds_sum"] == pytest.approx(5 * 5.005)
+    assert row["waited_sum"] == pytest.approx(5 * 5_005)
+
+
+def test_of_a_large_group_all_that_waited_are_counted_and_no_others() -> None:
+    timings = [(PUBLISHED if n % 3 else None, 101.0, 0.001) for n in range(1_700)]
+    row = gathered(WithoutResults({"done": 1_700}, timings))
+    assert (sum(row["seconds_buckets"]), sum(row["waited_buckets"])) == (1_700, sum(n % 3 > 0 for n in range(1_700)))
+
+
+def test_of_a_large_group_a_sample_decides_the_percentiles_and_the_longest_is_never_missed() -> None:
+    draws = random.Random(5)
+    seconds = [draws.lognormvariate(-6, 1) for _ in range(5_000)]
+    seconds[3_333] = 30.0
+    row = gathered(WithoutResults({"done": 5_000}, [(PUBLISHED, 100.0 + each, each) for each in seconds]))
+    assert row["seconds_max"] == 30.0
+    assert row["seconds_sum"] == pytest.approx(sum(seconds))
+    assert (sum(row["seconds_buckets"]), sum(row["waited_buckets"])) == (5_000, 5_000)
+    for share in (0.5, 0.95):
+        true = sorted(seconds)[int(share * 5_000)]
+        for times in ("seconds_buckets", "waited_buckets"):
+            found = percentile(row[times], share, 30.0)
+            assert found is not None
+            assert true / 2 < found < true * 2
 
 
 def test_counting_costs_a_fraction_of_what_an_event_costs() -> None:
