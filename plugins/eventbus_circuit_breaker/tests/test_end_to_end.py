@@ -142,6 +142,18 @@ def test_an_event_that_always_fails_does_not_keep_a_healthy_queue_shut(scene: Sc
     assert {letter.attempts for letter in scene.check.dead("mail").values()} == {2}
 
 
+def test_no_event_dies_however_many_probes_have_failed_with_it(scene: Scene) -> None:
+    queue = MAIL | {"retry": FAST_RETRY | {"max_attempts": 2}}
+    scene.prepare(queue)
+    scene.publish("a", *[DOWN] * 5)
+    consume(scene, queue, first_pause=0.2, longest_pause=0.2)
+    wait_until_open(scene, trips=12)
+    scene.open_gate("server")
+    scene.check.verify("mail")
+    assert scene.check.dead("mail") == {}
+    assert highest_attempt(scene) == 2
+
+
 def test_ordered_queues_keep_the_order_of_each_key_through_pauses_and_probes(scene: Scene) -> None:
     queue = MAIL | {"ordered": True}
     scene.prepare(queue)
