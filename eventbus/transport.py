@@ -108,10 +108,10 @@ class Lease:
     """Event ids and replays of the executions that its settlement completes, where they are recorded."""
     probe: bool = False
     """Its one delivery is let through although the queue is paused, to see whether the pause can end."""
-    observed: bool = False
-    """Somebody wants to know what comes of its deliveries."""
-    handled: list[tuple[Delivery, Verdict]] = field(default_factory=list)
-    """What came of them and was not reported, if it is observed."""
+    observed: dict[int, Delivery] = field(default_factory=dict)
+    """Its deliveries by seq, if somebody wants to know what comes of them."""
+    kinds: dict[int, Verdict] = field(default_factory=dict)
+    """Of those, what is done although no handler ended well."""
     dropped: bool = False
     """The worker lost it; whatever its handlers return is discarded."""
 

@@ -6,10 +6,13 @@ event, what has not started is back in the engine, and the lane can be claimed f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from eventbus.consuming.holdings import Holdings
 from eventbus.consuming.idempotency import execution_of
+from eventbus.consuming.outcomes import Part, part_of
 from eventbus.consuming.queues import QueueState
-from eventbus.transport import DONE, ConsumerEngine, Delivery, Lease, Verdict
+from eventbus.transport import DONE, ConsumerEngine, Delivery, Lease
 
 
 class Detachment:
@@ -20,13 +23,13 @@ class Detachment:
         self._queue = queue
         self._holdings = holdings
         self._running: dict[int, Delivery] | None = None
-        self.stored: list[tuple[Delivery, Verdict]] = []
+        self.stored: Sequence[Part] = ()
         """What came of those deliveries that were not running, and of those that had committed by themselves."""
 
     async def write(self, engine: ConsumerEngine) -> bool:
         """Tell the engine; false when the lease was lost. After what the engine raises it may have happened or not."""
         lease, running = self._lease, self._begin()
-        done, verdicts = list(lease.done), list(lease.verdicts)
+        done, verdicts, part = list(lease.done), list(lease.verdicts), part_of(lease)
         numbers = await engine.detach(lease, list(running))
         lease.unfinished -= 1
         if numbers is None:
@@ -34,7 +37,10 @@ class Detachment:
             return False
         outcomes = dict(verdicts + lease.verdicts) | dict.fromkeys(done + lease.done, DONE)
         moved = [self._move(delivery, numbers.get(seq, 0)) for seq, delivery in running.items()]
-        self.stored = [each for each in lease.handled if each[0].seq not in running or each[0].lease.dropped]
+        if part is not None:
+            kept = {delivery.seq for delivery in moved if not delivery.lease.dropped}
+            others = [pair for pair in part.others if pair[0] not in kept]
+            self.stored = [Part(lease, [seq for seq in part.done if seq not in kept], others)]
         self._holdings.exchange(lease, (delivery.lease for delivery in moved if not delivery.lease.dropped))
         for delivery in moved:
             if delivery.seq in outcomes:
@@ -66,8 +72,10 @@ class Detachment:
         old = self._lease
         delivery.lease = Lease(
             old.queue_id, old.token, old.opened_at, exception_id=exception_id, ordered=True, unfinished=1,
-            probe=old.probe, observed=old.observed, dropped=exception_id == 0 or old.dropped,
+            probe=old.probe, dropped=exception_id == 0 or old.dropped,
         )  # fmt: skip
+        if old.observed:
+            delivery.lease.observed[delivery.seq] = delivery
         if exception_id and delivery.event is not None:
             execution = execution_of(delivery.event)
             if execution in old.executed:  # it ended meanwhile and is not settled yet

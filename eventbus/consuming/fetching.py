@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
 
 from eventbus.consuming.holdings import Holdings, chain
+from eventbus.consuming.outcomes import size
 from eventbus.consuming.queues import NEVER, QueueState
-from eventbus.consuming.reporting import size
 from eventbus.consuming.solitude import Solitude
 from eventbus.errors import BusPaused, Unavailable
 from eventbus.transport import RELEASED, Claimed, ClaimedDue, ConsumerEngine, Delivery, LeaseLost

@@ -43,10 +43,10 @@ class Holdings:
             return
         if verdict.outcome == "done":
             lease.done.append(delivery.seq)
+            if verdict.kind is not None and lease.observed:
+                lease.kinds[delivery.seq] = verdict
         else:
             lease.verdicts.append((delivery.seq, verdict))
-        if lease.observed:
-            lease.handled.append((delivery, verdict))
         lease.unfinished -= 1
         if lease.unfinished == 0:
             self.finished.append(lease)

@@ -9,24 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from typing import Any, Final
 
 from eventbus import signals
 from eventbus.consuming.holdings import chain
+from eventbus.consuming.outcomes import Group, Part, outcome_name
 from eventbus.event import Event
 from eventbus.plugins.registry import Plugins
-from eventbus.plugins.values import Failure, OutcomeName, Postpone, Result
-from eventbus.transport import DONE, Delivery, Lease, Verdict
+from eventbus.plugins.values import Failure, Postpone
+from eventbus.transport import Delivery, Verdict
 
 log = logging.getLogger("eventbus")
 
 _MOST_WAITING: Final = 10_000
 """Calls of async receivers that may wait; more are dropped."""
-
-Handled = Sequence[tuple[Delivery, Verdict]]
 
 
 class AsyncReceivers:
@@ -130,8 +127,10 @@ class QueueReporter:
         """These were claimed: observe them if anybody wants to know what comes of them."""
         if self._settled or any(signal.receivers for signal in signals.OF_OUTCOMES):
             for delivery in deliveries:
-                for each in chain(delivery):
-                    each.lease.observed = True
+                delivery.lease.observed[delivery.seq] = delivery
+                if delivery.following is not None:
+                    for each in chain(delivery.following):
+                        each.lease.observed[each.seq] = each
         if deliveries[0].lease.probe:
             self._reporter.send(signals.probing, queue=self._queue)
         if self._claimed or signals.claimed.receivers:
@@ -168,14 +167,15 @@ class QueueReporter:
                     return Verdict("deferred", seconds, verdict.reason, verdict.error)
         return None
 
-    def stored(self, handled: Handled) -> None:
+    def stored(self, parts: Sequence[Part]) -> None:
         """What came of these was stored."""
-        if not handled:
+        if not parts:
             return
+        group = Group(self._queue, parts)
         if self._settled:
-            self._reporter.plugins.tell(self._settled, queue=self._queue, settled=Group(self._queue, handled))
+            self._reporter.plugins.tell(self._settled, queue=self._queue, settled=group)
         if any(signal.receivers for signal in signals.OF_OUTCOMES):
-            for delivery, verdict in handled:
+            for delivery, verdict in group.outcomes():
                 self._announce(delivery, verdict)
 
     def lost(self, deliveries: int) -> None:
@@ -209,84 +209,3 @@ class QueueReporter:
                 send(signals.deferred, queue=queue, event=event, delay=verdict.delay)
             case "parked":
                 send(signals.parked, queue=queue, event=event)
-
-
-class Group:
-    """Deliveries of one queue whose outcomes were stored together: :class:`eventbus.plugins.Settled`."""
-
-    __slots__ = ("_handled", "_others", "_results", "queue")
-
-    def __init__(self, queue: str, handled: Handled) -> None:
-        self.queue = queue
-        self._handled = handled
-        self._others = [verdict for _, verdict in handled if verdict is not DONE]
-        self._results: list[Result] | None = None
-
-    @property
-    def counts(self) -> Mapping[OutcomeName, int]:
-        """How many of each outcome."""
-        counts: Counter[OutcomeName] = Counter(map(outcome_name, self._others)) if self._others else Counter()
-        if done := len(self._handled) - len(self._others):
-            counts["done"] += done
-        return counts
-
-    @property
-    def timings(self) -> Sequence[tuple[datetime | None, float, float]]:
-        """When published (of first attempts of fresh events), when called, and how long it took."""
-        return [
-            (
-                None if delivery.lease.exception_id or event.replay_id else event.published_at,
-                delivery.began,
-                delivery.spent,
-            )
-            for delivery, verdict in self._handled
-            if (verdict is DONE or was_called(verdict)) and (event := delivery.event) is not None
-        ]
-
-    @property
-    def results(self) -> Sequence[Result]:
-        """One for each delivery."""
-        if self._results is None:
-            self._results = [_result(self.queue, delivery, verdict) for delivery, verdict in self._handled]
-        return self._results
-
-    @property
-    def has_failures(self) -> bool:
-        """Whether a handler failed or gave up."""
-        return any(verdict.outcome in ("retry", "dead") for verdict in self._others)
-
-    @property
-    def has_probe(self) -> bool:
-        """Whether one of them tried a paused queue."""
-        return any(delivery.lease.probe for delivery, _ in self._handled)
-
-
-def outcome_name(verdict: Verdict) -> OutcomeName:
-    """The outcome of a verdict as plugins call it."""
-    return verdict.kind or verdict.outcome
-
-
-def was_called(verdict: Verdict) -> bool:
-    """Whether the handler was called, and came to an end."""
-    return verdict.kind == "discarded" or verdict.outcome in ("retry", "dead") or verdict is DONE
-
-
-def size(lease: Lease) -> int:
-    """How many deliveries a lease is about."""
-    return 1 if lease.exception_id else lease.hi - lease.lo + 1
-
-
-def _result(queue: str, delivery: Delivery, verdict: Verdict) -> Result:
-    event, called = delivery.event, was_called(verdict) or verdict.outcome == "deferred"
-    return Result(
-        queue=queue,
-        event=event,
-        outcome=outcome_name(verdict),
-        attempt=1 if event is None else event.attempt,
-        started_at=delivery.began if called and event is not None else 0.0,
-        seconds=delivery.spent if called and event is not None else 0.0,
-        probe=delivery.lease.probe,
-        delay=verdict.delay,
-        reason=verdict.reason,
-        error=verdict.error,
-    )

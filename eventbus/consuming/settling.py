@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Mapping
 
 from eventbus.consuming.detaching import Detachment
 from eventbus.consuming.holdings import Holdings
+from eventbus.consuming.outcomes import Part, part_of, size
 from eventbus.consuming.queues import QueueState
-from eventbus.consuming.reporting import size
 from eventbus.errors import Unavailable
-from eventbus.transport import ConsumerEngine, Delivery, Lease, Verdict
+from eventbus.transport import ConsumerEngine, Lease
 
 log = logging.getLogger("eventbus")
 
@@ -85,12 +85,12 @@ class Settler:
 
     def _report(self, leases: Iterable[Lease], lost: Collection[Lease]) -> None:
         """Tell of what was stored, queue by queue."""
-        stored: dict[int, list[tuple[Delivery, Verdict]]] = {}
+        stored: dict[int, list[Part]] = {}
         for lease in leases:
-            if lease.handled and lease not in lost:
-                stored.setdefault(lease.queue_id, []).extend(lease.handled)
-        for queue_id, handled in stored.items():
-            self._queues[queue_id].reporter.stored(handled)
+            if lease not in lost and (part := part_of(lease)) is not None:
+                stored.setdefault(lease.queue_id, []).append(part)
+        for queue_id, parts in stored.items():
+            self._queues[queue_id].reporter.stored(parts)
 
     def _lose(self, lease: Lease) -> None:
         if not lease.dropped:
@@ -110,17 +110,12 @@ class Settler:
             if not lease.unfinished or not (lease.done or lease.verdicts):
                 continue
             verdicts = lease.verdicts
-            handled, lease.handled = lease.handled, []
-            try:
-                recorded = await self._engine.record_progress(lease)
-            except BaseException:
-                lease.handled = handled + lease.handled
-                raise
-            if recorded:
+            part = part_of(lease)
+            if await self._engine.record_progress(lease):
                 queue = self._queues[lease.queue_id]
                 queue.expect_retries(verdicts, time.monotonic())
                 self._holdings.news.set()
-                queue.reporter.stored(handled)
+                queue.reporter.stored([part] if part is not None else ())
             else:
                 self._lose(lease)
                 lease.dropped = True
