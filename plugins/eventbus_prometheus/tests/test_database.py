@@ -13,10 +13,8 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from eventbus.plugins.loading import configured
 from eventbus.postgres import admin
 from eventbus.postgres.migrate import migrate
-from eventbus_circuit_breaker import CircuitBreaker
 from eventbus_prometheus.database import Database, Reading
 from eventbus_prometheus.sections import SECTIONS
 from eventbus_prometheus.tests.scraped import Samples, of, read, settings
@@ -26,6 +24,7 @@ from tests.waiting import wait_until
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 ALWAYS = {section.name for section in SECTIONS if section.relation is None}
+EVERY = {section.name for section in SECTIONS}
 one_version = pytest.mark.parametrize("major", [18], indirect=True)
 
 
@@ -193,13 +192,7 @@ def test_a_bus_that_waits_to_be_resumed_says_so(dsn: str, line: Line) -> None:
     assert of(read(dsn))["eventbus_paused",] == 1
 
 
-def breakers(line: Line) -> None:
-    for step in configured("circuit_breaker", CircuitBreaker, "here", {}).instance.eventbus_migrations():
-        line.conn.execute(step.sql.replace("{schema}", '"eventbus"').encode())
-
-
 def test_a_circuit_breaker_is_in_one_state(dsn: str, line: Line) -> None:
-    breakers(line)
     reading = read(dsn)
     assert "circuit_breakers" in reading.found
     assert not reading.failures
@@ -214,7 +207,10 @@ def test_a_circuit_breaker_is_in_one_state(dsn: str, line: Line) -> None:
     assert found["eventbus_circuit_breaker_state", "ledger", "open"] == 0
 
 
-def test_without_circuit_breakers_there_is_no_such_section_rather_than_a_failed_one(dsn: str) -> None:
+def test_without_circuit_breakers_there_is_no_such_section_rather_than_a_failed_one(
+    dsn: str, conn: psycopg.Connection
+) -> None:
+    conn.execute("DROP TABLE eventbus.circuit_breakers CASCADE")
     reading = read(dsn)
     assert set(reading.found) == ALWAYS
     assert (reading.failures, reading.absent) == ({}, {"circuit_breakers"})
@@ -281,7 +277,7 @@ def test_a_section_that_waits_for_a_lock_gives_up_and_leaves_the_others_alone(ds
         reading = database.read()
         assert time.monotonic() - began < 3
     assert set(reading.failures) == {"scheduled", "tables"}  # the size of a table needs its lock, too
-    assert set(reading.found) == ALWAYS - {"scheduled", "tables"}
+    assert set(reading.found) == EVERY - {"scheduled", "tables"}
     assert not database.read().failures
 
 
@@ -296,7 +292,7 @@ def test_all_together_may_take_no_longer_than_the_setting_says(dsn: str, line: L
         assert time.monotonic() - began < 2
         assert reading.failures["scheduled"] == reading.failures["workers"] == "no answer in time"
         assert {"queues", "outbox"} <= set(reading.found)
-        assert set(again.failures) == ALWAYS | {"circuit_breakers"}, "it is not asked again while it hangs"
+        assert set(again.failures) == EVERY, "it is not asked again while it hangs"
         other.rollback()
     wait_until(lambda: not database.read().failures)
     reading = Reading()
@@ -329,7 +325,7 @@ def test_an_outage_of_the_database_is_two_lines_in_the_log(
         owned_cluster.stop()
         for _ in range(3):
             reading = database.read()
-            assert set(reading.failures) == ALWAYS | {"circuit_breakers"}
+            assert set(reading.failures) == EVERY
             assert "failed: No such file" in reading.failures["queues"]
         owned_cluster.start()
         assert not database.read().failures
@@ -353,7 +349,6 @@ def test_a_section_that_fails_now_and_then_is_not_said_again_and_again(caplog: p
 
 
 def test_the_rights_in_the_readme_are_enough_to_read_everything(dsn: str, conn: psycopg.Connection, run: str) -> None:
-    breakers(Line(conn))
     role = f"metrics_{run}"
     grants = README.split("```sql")[1].split("```")[0].replace("monitoring", role)
     conn.execute(f"CREATE ROLE {role} LOGIN".encode())
@@ -364,7 +359,7 @@ def test_the_rights_in_the_readme_are_enough_to_read_everything(dsn: str, conn: 
             other.execute("SELECT pg_current_xact_id()")
             wait_until(lambda: of(read(as_role))["eventbus_oldest_transaction_age_seconds",] > 0)
         reading = read(as_role)
-        assert (reading.failures, set(reading.found)) == ({}, ALWAYS | {"circuit_breakers"})
+        assert (reading.failures, set(reading.found)) == ({}, EVERY)
     finally:
         conn.execute(f"DROP OWNED BY {role}; DROP ROLE {role}".encode())
 

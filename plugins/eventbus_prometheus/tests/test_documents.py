@@ -16,7 +16,6 @@ from prometheus_client.metrics_core import Metric
 from eventbus.testing.plugins import PluginBench
 from eventbus.testing.values import new_queue, new_settled
 from eventbus.testing.workers import BenchWorker
-from eventbus_circuit_breaker import CircuitBreaker
 from eventbus_prometheus import Prometheus
 from eventbus_prometheus.options import Settings
 from eventbus_prometheus.tests.promql import BY_PROMETHEUS, Use, uses
@@ -37,8 +36,6 @@ one_version = pytest.mark.parametrize("major", [18], indirect=True)
 @pytest.fixture
 async def scrape(dsn: str, conn: psycopg.Connection) -> dict[str, Metric]:
     """A scrape of a bus in which there is some of everything."""
-    for step in PluginBench(CircuitBreaker).call("eventbus_migrations"):
-        conn.execute(step.sql.replace("{schema}", '"eventbus"').encode())
     Line(conn).declare(ledger=["orders.#"])
     conn.execute("SELECT eventbus.circuit_breaker_open('ledger', NULL, 'failed', NULL, 30, 2, 600, 60)")
     bench = PluginBench(Prometheus)
