@@ -73,7 +73,8 @@ def test_closing_by_hand_lets_the_queue_go_on_and_says_if_there_was_nothing_to_c
     assert (again.returncode, again.stdout) == (1, "the circuit breaker of q is not open\n")
 
 
-def test_without_the_tables_it_says_what_to_do(dsn: str, tmp_path: Path) -> None:
+def test_without_the_tables_it_says_what_to_do(dsn: str, conn: psycopg.Connection, tmp_path: Path) -> None:
+    conn.execute("DROP TABLE IF EXISTS eventbus.circuit_breakers CASCADE")
     shown = eventbus(dsn, tmp_path, "circuits")
     assert (shown.returncode, shown.stdout) == (1, "")
     assert shown.stderr.endswith("does not exist; run: eventbus migrate\n")

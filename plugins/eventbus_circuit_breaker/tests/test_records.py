@@ -245,5 +245,6 @@ def test_a_doctor_names_the_queue_the_reason_and_what_to_do(table: Table) -> Non
 
 
 def test_a_doctor_tells_that_the_tables_are_missing(conn: psycopg.Connection) -> None:
+    conn.execute("DROP TABLE IF EXISTS eventbus.circuit_breakers CASCADE")
     [found] = findings(conn, "eventbus")
     assert (found.level, found.code, found.hint) == ("degraded", "circuit_breakers_missing", "eventbus migrate")
