@@ -25,6 +25,9 @@ What the caller's own connection raises while a publish runs (psycopg errors) pa
 
 from __future__ import annotations
 
+import asyncio
+import signal
+
 
 class EventBusError(Exception):
     """Root of every error that the bus raises on purpose."""
@@ -105,3 +108,18 @@ class BusPaused(EventBusError):
 
 class Unavailable(EventBusError):
     """The database cannot be reached now; trying again later can help."""
+
+
+def passes(error: BaseException) -> bool:
+    """Whether ``error``, raised by a plugin or a receiver of a signal, is about something else and must go on.
+
+    A cancellation of the task that runs it, if the task was really cancelled; Ctrl-C, if nobody has taken that over, as
+    a worker does. Everything else is a failure of the plugin, whatever its class.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:
+            return False
+        return task is not None and task.cancelling() > 0
+    return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler

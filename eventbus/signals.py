@@ -24,6 +24,8 @@ from typing import Any, Final
 
 import blinker
 
+from eventbus.errors import passes
+
 log = logging.getLogger("eventbus")
 
 
@@ -79,7 +81,9 @@ def send(signal: Signal, sender: Any, later: Later | None = None, /, **what: Any
                 log.warning(
                     "signal %s: %s is async and was not called, for no worker runs here", name_of(signal), receiver
                 )
-        except Exception:
+        except BaseException as error:
+            if passes(error):
+                raise
             log.exception("signal %s: the receiver %s failed; ignored", name_of(signal), receiver)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Level = Literal["ok", "degraded", "stalled"]
 _LEVELS: Final[tuple[Level, ...]] = ("ok", "degraded", "stalled")
 _STYLES: Final = ("green", "yellow", "bold red")
-_WIDTH: Final = 14
+_WIDTH: Final = 17
 
 
 @dataclass(frozen=True, slots=True)

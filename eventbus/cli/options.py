@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 
 import typer
@@ -81,7 +82,15 @@ class Invocation:
         """The settings with the options of this call; raises :class:`ConfigurationError`."""
         from eventbus.settings import load
 
-        return load({"dsn": self.given.dsn, "schema": self.given.schema, **arguments})
+        settings = load({"dsn": self.given.dsn, "schema": self.given.schema, **arguments})
+        find_own_plugins(settings.plugins)
+        return settings
+
+
+def find_own_plugins(names: Iterable[str]) -> None:
+    """Let plugins of the program's own code be found in the working folder, behind everything that is installed."""
+    if any(":" in name for name in names) and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
 
 
 Command = Callable[..., None]

@@ -15,6 +15,7 @@ from typing import Any, Final
 from eventbus import signals
 from eventbus.consuming.holdings import chain
 from eventbus.consuming.outcomes import Group, Part, outcome_name
+from eventbus.errors import passes
 from eventbus.event import Event
 from eventbus.plugins.registry import Plugins
 from eventbus.plugins.values import Failure, Postpone
@@ -50,7 +51,9 @@ class AsyncReceivers:
             receiver, sender, what = await self._calls.get()
             try:
                 await receiver(sender, **what)
-            except Exception:
+            except BaseException as error:
+                if passes(error):
+                    raise
                 log.exception("the receiver %s of a signal failed; ignored", receiver)
             finally:
                 self._calls.task_done()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from eventbus.consuming.subscriptions import Subscription
+from eventbus.errors import passes
 from eventbus.hookspecs import Around, AsyncAround
 from eventbus.plugins.registry import Complaints, Plugins
 from eventbus.plugins.values import Call, QueueFacts
@@ -73,8 +74,8 @@ class Surround:
                 manager = around(call)
                 manager.__enter__()
                 entered.append((plugin, manager))
-            except Exception as error:  # noqa: BLE001 - whatever a plugin raises must not touch delivery
-                self.complaints.failed(plugin, _AROUND, error)
+            except BaseException as error:  # noqa: BLE001 - told apart there
+                self._heed(plugin, _AROUND, error, None)
         return entered
 
     async def _enter_async(self, call: Call) -> list[tuple[str, Any]]:
@@ -84,8 +85,8 @@ class Surround:
                 manager = around(call)
                 await manager.__aenter__()
                 entered.append((plugin, manager))
-            except Exception as error:  # noqa: BLE001 - the same
-                self.complaints.failed(plugin, _ASYNC_AROUND, error)
+            except BaseException as error:  # noqa: BLE001 - told apart there
+                self._heed(plugin, _ASYNC_AROUND, error, None)
         return entered
 
     def _leave(self, entered: Sequence[tuple[str, Any]], error: BaseException | None) -> None:
@@ -103,10 +104,10 @@ class Surround:
                 self._heed(plugin, _ASYNC_AROUND, problem, error)
 
     def _heed(self, plugin: str, hook: str, problem: BaseException, error: BaseException | None) -> None:
-        """What a context manager raised when it was left: the handler's own error, a complaint, or a cancellation."""
+        """What a context manager raised: the handler's own error, a failure of its own, or a cancellation."""
         if problem is error:
             return
-        if not isinstance(problem, Exception | SystemExit):
+        if passes(problem):
             raise problem
         self.complaints.failed(plugin, hook, problem)
 

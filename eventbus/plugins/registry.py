@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import pluggy
 
-from eventbus.errors import ConfigurationError
+from eventbus.errors import ConfigurationError, passes
 from eventbus.hookspecs import PROJECT, SPECIFICATIONS
 from eventbus.plugins.loading import Plugin, configured, load
 from eventbus.plugins.values import Duty, Migration
@@ -133,7 +133,7 @@ class Plugins:
                 answer = implementation(**given)
             except ConfigurationError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 plugin = implementation.plugin
                 raise ConfigurationError(
                     f"plugin {plugin.name} ({plugin.origin}): {hook} failed: {type(error).__name__}: {error}"
@@ -148,7 +148,9 @@ class Plugins:
         for implementation in implementations:
             try:
                 answer = implementation(**given)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a plugin raises must not touch delivery
+            except BaseException as error:
+                if passes(error):
+                    raise
                 self.complaints.failed(implementation.plugin.name, implementation.hook, error)
                 continue
             if answer is not None:
@@ -163,7 +165,9 @@ class Plugins:
                     answer = implementation(**given)
                     if inspect.isawaitable(answer):
                         await answer
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - the same
+            except BaseException as error:
+                if passes(error):
+                    raise
                 self.complaints.failed(implementation.plugin.name, hook, error)
 
     def migrations(self) -> list[tuple[str, Migration]]:

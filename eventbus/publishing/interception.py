@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from eventbus import signals
-from eventbus.errors import ConfigurationError, InvalidHeaders, PublishVetoed
+from eventbus.errors import ConfigurationError, InvalidHeaders, PublishVetoed, passes
 from eventbus.event import OutboxEvent
 from eventbus.plugins.registry import Plugins
 from eventbus.publishing.connections import Connections
@@ -83,19 +83,21 @@ class Interception:
         try:
             manager.__enter__()
             entered.append((plugin, manager))
-        except Exception as error:  # noqa: BLE001 - whatever a plugin raises must not touch publishing
+        except BaseException as error:
+            if passes(error):
+                raise
             self._plugins.complaints.failed(plugin, _AROUND, error)
 
     def _leave(self, entered: list[tuple[str, Any]], error: BaseException | None) -> None:
         for plugin, manager in reversed(entered):
             try:
                 manager.__exit__(None if error is None else type(error), error, error and error.__traceback__)
-            except Exception as problem:  # noqa: BLE001 - the same
-                if problem is not error:
-                    self._plugins.complaints.failed(plugin, _AROUND, problem)
             except BaseException as problem:
-                if problem is not error:
+                if problem is error:
+                    continue
+                if passes(problem):
                     raise
+                self._plugins.complaints.failed(plugin, _AROUND, problem)
 
 
 def register_adapter(connections: Connections, plugin: str, adapter: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from eventbus import signals
 from eventbus.consuming.reporting import Reporter
+from eventbus.errors import passes
 from eventbus.plugins.values import WorkerHandle
 from eventbus.runtime.pages import PageServer
 from eventbus.settings import Settings
@@ -67,7 +68,9 @@ class Background:
                 return
             try:
                 await action()
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a plugin raises must not touch delivery
+            except BaseException as error:
+                if passes(error):
+                    raise
                 self._reporter.plugins.complaints.failed(name, "a background action", error)
             if seconds is None:
                 return

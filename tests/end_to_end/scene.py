@@ -20,6 +20,8 @@ from tests.end_to_end.processes import Nursery, Process
 from tests.waiting import wait_until
 
 LEASE = 1.0
+PLUGINS = ("stats",)
+"""Handlers of scenes fail many times in a row, for which the circuit breaker would pause their queues."""
 FAST_RETRY = {"first": 0.05, "factor": 1.0, "jitter": False}
 one_server = pytest.mark.parametrize("major", [18], indirect=True)
 """For what does not depend on the server's version."""
@@ -33,7 +35,7 @@ class Scene:
         self.folder = folder
         self.journal = folder / "journal"
         self.check = Checker(dsn, self.journal)
-        self.bus = EventBus(load({"dsn": dsn}, environment={}, folder=folder))
+        self.bus = EventBus(load({"dsn": dsn, "plugins": PLUGINS}, environment={}, folder=folder))
         self._nursery = nursery
         self._numbers = itertools.count(1)
         self._started: list[Process] = []
@@ -55,7 +57,7 @@ class Scene:
 
     def settings(self, **changed: Any) -> dict[str, Any]:
         """Settings of the processes: a short lease, and whatever the test changes."""
-        return {"dsn": self.dsn, "lease": LEASE} | changed
+        return {"dsn": self.dsn, "lease": LEASE, "plugins": PLUGINS} | changed
 
     def start(self, program: str, **options: Any) -> Process:
         """Start one of the functions of the module ``programs``."""

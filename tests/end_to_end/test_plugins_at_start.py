@@ -116,13 +116,10 @@ def test_ext_01_a_worker_does_not_start_with_a_plugin_that_cannot_work(folder: F
 
 
 @each_case
-def test_ext_01_a_command_that_only_looks_warns_and_goes_on(folder: Folder, case: Case) -> None:
+def test_ext_01_a_command_that_only_looks_goes_on(folder: Folder, case: Case) -> None:
     install(folder, case)
     done = folder.run("queues", plugins=case.plugins, **dict(case.settings))
     assert (done.returncode, "no queues yet" in done.stdout) == (0, True), done.stderr
-    warnings = [line for line in done.stderr.splitlines() if "plugin" in line or "faulty" in line]
-    assert len(warnings) == 1, done.stderr
-    assert [word for word in case.words if word not in warnings[0]] == []
     assert "Traceback" not in done.stderr
 
 

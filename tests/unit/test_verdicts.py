@@ -14,7 +14,7 @@ from eventbus.consuming.verdicts import Verdicts
 from eventbus.errors import PayloadMismatch
 from eventbus.event import Event
 from eventbus.retry import RetryPolicy
-from eventbus.transport import DONE, Retry, Verdict
+from eventbus.transport import Retry, Verdict
 
 POLICY = RetryPolicy(max_attempts=3, first=2.0, jitter=False)
 PATIENT = RetryPolicy(max_attempts=10, first=60.0, jitter=False)
