@@ -10,9 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import overload
 
+from eventbus.consuming.holdings import chain
 from eventbus.plugins.values import OutcomeName, Result
 from eventbus.transport import DONE, Delivery, Lease, Verdict
+
+Timing = tuple[datetime | None, float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +28,40 @@ class Part:
     others: Sequence[tuple[int, Verdict]]
 
 
+class Timings(Sequence[Timing]):
+    """The timings of deliveries; each is made when it is asked for, which most of them never are."""
+
+    __slots__ = ("_deliveries",)
+
+    def __init__(self, deliveries: Sequence[Delivery]) -> None:
+        self._deliveries = deliveries
+
+    def __len__(self) -> int:
+        return len(self._deliveries)
+
+    @overload
+    def __getitem__(self, at: int) -> Timing: ...
+    @overload
+    def __getitem__(self, at: slice) -> Timings: ...
+    def __getitem__(self, at: int | slice) -> Timing | Timings:
+        """One of them, or some."""
+        if isinstance(at, slice):
+            return Timings(self._deliveries[at])
+        return _timing(self._deliveries[at])
+
+    def __iter__(self) -> Iterator[Timing]:
+        return map(_timing, self._deliveries)
+
+
 class Group:
     """Deliveries of one queue whose outcomes were stored together: :class:`eventbus.plugins.Settled`."""
 
-    __slots__ = ("_parts", "_results", "queue")
+    __slots__ = ("_calls", "_parts", "_results", "queue")
 
     def __init__(self, queue: str, parts: Sequence[Part]) -> None:
         self.queue = queue
         self._parts = parts
+        self._calls: list[Delivery] | None = None
         self._results: list[Result] | None = None
 
     @property
@@ -43,18 +73,14 @@ class Group:
         return counts
 
     @property
-    def timings(self) -> Sequence[tuple[datetime | None, float, float]]:
+    def timings(self) -> Timings:
         """When published (of first attempts of fresh events), when called, and how long it took."""
-        found: list[tuple[datetime | None, float, float]] = []
-        for part in self._parts:
-            observed, kept = part.lease.observed, part.lease.exception_id
-            seqs = [*part.done, *(seq for seq, verdict in part.others if was_called(verdict))]
-            found += [
-                (None if kept or event.replay_id else event.published_at, delivery.began, delivery.spent)
-                for delivery in map(observed.__getitem__, seqs)
-                if (event := delivery.event) is not None
-            ]
-        return found
+        return Timings(self._called())
+
+    @property
+    def seconds(self) -> Sequence[float]:
+        """How long the handlers took."""
+        return [delivery.spent for delivery in self._called()]
 
     @property
     def results(self) -> Sequence[Result]:
@@ -81,8 +107,38 @@ class Group:
             for seq, verdict in part.others:
                 yield part.lease.observed[seq], verdict
 
+    def _called(self) -> list[Delivery]:
+        """Those whose handlers were called."""
+        if self._calls is None:
+            self._calls = []
+            for part in self._parts:
+                observed = part.lease.observed
+                if len(part.done) == len(observed):
+                    self._calls += observed.values()
+                    continue
+                seqs = [*part.done, *(seq for seq, verdict in part.others if was_called(verdict))]
+                self._calls += [observed[seq] for seq in seqs if observed[seq].event is not None]
+        return self._calls
+
     def _others(self) -> Iterator[tuple[int, Verdict]]:
         return itertools.chain.from_iterable(part.others for part in self._parts)
+
+
+def _timing(delivery: Delivery) -> Timing:
+    event = delivery.event
+    fresh = event is not None and not event.replay_id and not delivery.lease.exception_id
+    return event.published_at if fresh and event is not None else None, delivery.began, delivery.spent
+
+
+def observe(deliveries: Sequence[Delivery]) -> None:
+    """Keep the deliveries of these leases until their outcomes are stored."""
+    first = deliveries[0].lease
+    if first.claim_id and first is deliveries[-1].lease and not first.ordered:
+        first.observed = {delivery.seq: delivery for delivery in deliveries}
+        return
+    for delivery in deliveries:
+        for each in chain(delivery):
+            each.lease.observed[each.seq] = each
 
 
 def part_of(lease: Lease) -> Part | None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from eventbus import signals
 from eventbus.consuming.holdings import chain
-from eventbus.consuming.outcomes import Group, Part, outcome_name
+from eventbus.consuming.outcomes import Group, Part, observe, outcome_name
 from eventbus.errors import passes
 from eventbus.event import Event
 from eventbus.plugins.registry import Plugins
@@ -23,6 +23,7 @@ from eventbus.transport import Delivery, Verdict
 
 log = logging.getLogger("eventbus")
 
+_LONGEST_POSTPONEMENT: Final = 7 * 86_400.0
 _MOST_WAITING: Final = 10_000
 """Calls of async receivers that may wait; more are dropped."""
 
@@ -129,15 +130,13 @@ class QueueReporter:
     def claimed(self, deliveries: Sequence[Delivery]) -> None:
         """These were claimed: observe them if anybody wants to know what comes of them."""
         if self._settled or any(signal.receivers for signal in signals.OF_OUTCOMES):
-            for delivery in deliveries:
-                delivery.lease.observed[delivery.seq] = delivery
-                if delivery.following is not None:
-                    for each in chain(delivery.following):
-                        each.lease.observed[each.seq] = each
+            observe(deliveries)
         if deliveries[0].lease.probe:
             self._reporter.send(signals.probing, queue=self._queue)
         if self._claimed or signals.claimed.receivers:
-            count = sum(1 for delivery in deliveries for _ in chain(delivery))
+            count = len(deliveries)
+            if deliveries[0].lease.ordered:
+                count = sum(1 for delivery in deliveries for _ in chain(delivery))
             self._reporter.plugins.tell(self._claimed, queue=self._queue, count=count)
             self._reporter.send(signals.claimed, queue=self._queue, count=count)
 
@@ -161,8 +160,12 @@ class QueueReporter:
         failure = Failure(self._queue, event, error, outcome, delivery.lease.probe, delivery.began)
         for implementation in self._failed:
             for answer in self._reporter.plugins.tell([implementation], queue=self._queue, failure=failure):
-                if isinstance(answer, Postpone):
-                    seconds, plugin = max(0.0, answer.seconds), implementation.plugin.name
+                plugin = implementation.plugin.name
+                seconds = answer.seconds if isinstance(answer, Postpone) else None
+                if not isinstance(seconds, int | float) or not 0 <= seconds <= _LONGEST_POSTPONEMENT:
+                    problem = TypeError(f"it returned {answer!r}; return None or Postpone(seconds), a week at most")
+                    self._reporter.plugins.complaints.failed(plugin, implementation.hook, problem)
+                else:
                     log.info(
                         "plugin %s postpones %s, which failed, by %.1f s; no attempt counts", plugin, event, seconds,
                         extra={"queue": self._queue, "event_id": event.event_id_text},

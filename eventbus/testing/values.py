@@ -40,6 +40,11 @@ class SettledResults:
         ]
 
     @property
+    def seconds(self) -> Sequence[float]:
+        """How long each of them took."""
+        return [seconds for _, _, seconds in self.timings]
+
+    @property
     def has_failures(self) -> bool:
         """Whether there is a retry or a dead letter among them."""
         return any(result.outcome in ("retry", "dead") for result in self.results)

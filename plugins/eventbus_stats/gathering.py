@@ -55,6 +55,7 @@ class Tally:
         timings = settled.timings
         every = len(timings) // _SAMPLE
         if every > 1:
+            self.seconds.measure(settled.seconds)
             self._sample(timings, every, ahead)
             return
         self.timings += timings
@@ -69,10 +70,8 @@ class Tally:
 
     def _sample(self, timings: Timings, every: int, ahead: float | None) -> None:
         """Of a large group only one in ``every`` goes into the buckets, for all of them."""
-        self.seconds.measure([seconds for _, _, seconds in timings])
         for part, weight in _parts(timings, every):
             self.seconds.count([seconds for _, _, seconds in part], weight)
-        for part, weight in _parts([each for each in timings if each[0] is not None], every):
             waited = _waited(part, ahead)
             self.waited.count(waited, weight)
             self.waited.measure(waited, weight)

@@ -43,7 +43,7 @@ class Histogram:
             self.counts[bucket] += weight * (upto - counted)
             bucket, counted = bucket + 1, upto
 
-    def measure(self, times: list[float], weight: int = 1) -> None:
+    def measure(self, times: Sequence[float], weight: int = 1) -> None:
         """Only their sum and the longest."""
         self.total += weight * sum(times)
         self.longest = max(self.longest, max(times, default=0.0))

@@ -38,6 +38,10 @@ class Group:
     def timings(self) -> Sequence[tuple[datetime, float, float]]:
         return [(datetime.now(UTC), 100.0, 0.1)] * self.calls
 
+    @property
+    def seconds(self) -> Sequence[float]:
+        return [0.1] * self.calls
+
 
 def test_what_is_published_is_counted_by_topic() -> None:
     recording = Recording()

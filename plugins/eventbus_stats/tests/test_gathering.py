@@ -32,6 +32,10 @@ class Group:
     queue: str = "ledger"
 
     @property
+    def seconds(self) -> Sequence[float]:
+        return [seconds for _, _, seconds in self.timings]
+
+    @property
     def has_failures(self) -> bool:
         return bool(self.counts.get("retry") or self.counts.get("dead"))
 
@@ -129,10 +133,11 @@ def test_memory_stays_small_however_long_nothing_can_be_written() -> None:
     assert row["waited_sum"] == pytest.approx(5 * 5_005)
 
 
-def test_of_a_large_group_all_that_waited_are_counted_and_no_others() -> None:
+def test_of_a_large_group_those_that_waited_are_counted_by_their_share() -> None:
     timings = [(PUBLISHED if n % 3 else None, 101.0, 0.001) for n in range(1_700)]
     row = gathered(WithoutResults({"done": 1_700}, timings))
-    assert (sum(row["seconds_buckets"]), sum(row["waited_buckets"])) == (1_700, sum(n % 3 > 0 for n in range(1_700)))
+    assert sum(row["seconds_buckets"]) == 1_700
+    assert sum(row["waited_buckets"]) == pytest.approx(sum(n % 3 > 0 for n in range(1_700)), rel=0.05)
 
 
 def test_of_a_large_group_a_sample_decides_the_percentiles_and_the_longest_is_never_missed() -> None:
