@@ -86,7 +86,7 @@ class Station:
         self._links = [Link(settings.dsn, name, self._breaker) for name in ("relay", "claim", "settle", "watch")]
         relaying, claiming, settling, watching = self._links
         self._watching = Watching(watching, calls)
-        self._announcer.look_up = self._watching.names
+        self._announcer.look_up, self._announcer.end = self._watching.names, self._watching.end_probe
         self._relay_engine = PostgresRelay(relaying, calls, resume_after_restore=settings.on_restore == "resume")
         self._engine = PostgresConsumer(claiming, settling, calls, self._watching)
         self._consumer = Consumer(
@@ -163,7 +163,9 @@ class Station:
             self._engine.kinds[number] = subscription.kind
             if subscription.tracking == "idempotent":
                 self._engine.idempotent.add(number)
-            self._consumer.add(number, self._queue(subscription))
+            queue = self._queue(subscription)
+            queue.probed = functools.partial(self._announcer.end_probe, number, subscription.name)
+            self._consumer.add(number, queue)
 
     def _require_schema(self, turn: Turn) -> None:
         """Raise when the schema is missing or does not fit this code. Blocks, but then nothing runs yet."""

@@ -53,6 +53,8 @@ class QueueState:
     """Something was announced since the database was last asked, perhaps a pause."""
     probe: UUID | None = None
     """The token of the last probe that this worker got."""
+    probed: Callable[[UUID], None] = lambda _token: None
+    """Told of a probe that was handled well."""
     limited_until: float = 0.0
     """When to ask the plugins again that let nothing be claimed."""
     release: Callable[[bool], bool] = lambda _probes: False

@@ -78,7 +78,10 @@ class Settler:
             now = time.monotonic()
             for lease in leases:
                 holdings.forget(lease)
-                self._queues[lease.queue_id].settled(lease, now)
+                queue = self._queues[lease.queue_id]
+                queue.settled(lease, now)
+                if lease.probe and lease.done and lease not in lost:
+                    queue.probed(lease.token)
             holdings.news.set()
             holdings.settled.set()
             self._report(leases, lost)

@@ -5,12 +5,21 @@ Before it: a thread or a loop of the worker has noticed. After it: hooks and sig
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import logging
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+from uuid import UUID
 
 from eventbus import signals
 from eventbus.consuming.reporting import Reporter
 from eventbus.postgres.outage import Outage
+
+log = logging.getLogger("eventbus")
+
+_DECIDES_WITHIN: Final = 2.0
+"""Seconds that the source of a pause has to say what follows from a probe."""
 
 OnLoop = Callable[[Callable[[], None]], None]
 Begin = Callable[[float | None, Callable[[], Awaitable[None]], str], None]
@@ -22,6 +31,8 @@ class Announcer:
     def __init__(self, reporter: Reporter, on_loop: OnLoop, begin: Begin) -> None:
         self.look_up: Callable[[], Awaitable[Mapping[int, str]]] | None = None
         """Asks for the names of all queues by their numbers."""
+        self.end: Callable[[int, UUID], Awaitable[bool]] | None = None
+        """Ends the pause that this probe has tried."""
         self._reporter = reporter
         self._on_loop = on_loop
         self._begin = begin
@@ -42,6 +53,16 @@ class Announcer:
             self._reporter.relayed({self._names[number]: count for number, count in counts.items()})
         else:
             self._begin(None, functools.partial(self._name, counts), "relayed")
+
+    def end_probe(self, queue_id: int, name: str, token: UUID) -> None:
+        """A probe was handled well: its pause ends, if whoever paused the queue does not decide otherwise soon."""
+
+        async def end() -> None:
+            await asyncio.sleep(_DECIDES_WITHIN)
+            if self.end is not None and await self.end(queue_id, token):
+                log.info("queue %s goes on: its probe was handled, and nobody else ends the pause", name)
+
+        self._begin(None, end, "pauses")
 
     def took_over(self, workers: int, deliveries: int) -> None:
         """This worker has the deliveries of silent ones now."""

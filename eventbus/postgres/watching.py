@@ -46,6 +46,10 @@ class Watching:
         """See :meth:`eventbus.transport.ConsumerEngine.free_probe`."""
         return await self._answer("free_probe", queue_id, source, token)
 
+    async def end_probe(self, queue_id: int, token: UUID) -> bool:
+        """The probe was handled well, and whoever paused the queue has not said what follows: end that pause."""
+        return await self._answer("end_probe", queue_id, token)
+
     async def names(self) -> dict[int, str]:
         """The names of all queues by their numbers."""
         async with self._turn:

@@ -32,7 +32,7 @@ _QUIET_LOOK = 0.02
 _UNDONE_LOOK = 0.2
 _PYTHONS_DEFAULTS: Final = (700, 2_000)
 """Of 3.11 and 3.12, and of what came later."""
-_RARER: Final = 20_000
+_RARER: Final = 50_000
 """Objects that come to be without going, until the youngest are searched for cycles."""
 
 

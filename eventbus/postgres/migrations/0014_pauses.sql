@@ -65,6 +65,23 @@ BEGIN
 END
 $body$;
 
+-- The probe was handled well, and whoever paused the queue has not decided what follows, perhaps because it is not there
+-- any more: the pause is over. False: it has decided, or this probe counts no more.
+CREATE FUNCTION {schema}.end_probe(p_queue integer, p_token uuid) RETURNS boolean
+LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off AS $body$
+BEGIN
+    PERFORM {schema}.require_read_committed();
+    PERFORM 1 FROM {schema}.queues q WHERE q.id = p_queue FOR NO KEY UPDATE;
+    DELETE FROM {schema}.pauses p WHERE p.queue_id = p_queue AND p.probe_token = p_token;
+    IF NOT FOUND THEN
+        RETURN false;
+    END IF;
+    PERFORM pg_notify('{name}.work', '*') WHERE pg_notification_queue_usage() < 0.5;
+    RETURN true;
+END
+$body$;
+
 -- What the pauses of a queue leave to a claim. paused: nothing; ask again in so many seconds, null if only a resume ends
 -- it. probe: one event, if the caller finds one and calls take_probe; it has locked the queue's row. free: everything,
 -- because the last pause was over.

@@ -112,6 +112,10 @@ SELECT {schema}.pause_queue(%s, %s, %s, %s::double precision, %s::double precisi
 -- Ends the pause of one source.
 SELECT {schema}.resume_queue(%s, %s)
 
+-- name: end_probe
+-- Ends the pause that a probe has tried with success.
+SELECT {schema}.end_probe(%s, %s)
+
 -- name: free_probe
 -- Lets another probe be taken.
 SELECT {schema}.free_probe(%s, %s, %s::uuid)

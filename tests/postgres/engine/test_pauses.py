@@ -196,6 +196,7 @@ def test_exactly_one_event_is_let_through_as_a_probe_and_all_others_wait_for_it(
             assert LONG - 60 < wait <= LONG
     bus.settle(*claims)
     assert told(bus, worker)[0] == "paused", "the settlement decides nothing: whoever paused it does"
+    assert not bus.value("SELECT {bus}.end_probe(1, gen_random_uuid())")
     bus.resume(ORDERS, BREAKER)
     assert bus.claimed(other, ORDERS).event_ids == events[1:]
 
@@ -229,6 +230,19 @@ def test_a_probe_that_never_comes_back_begins_the_pause_again_and_a_later_one_en
     assert bus.claimed(worker, ORDERS).event_ids == [events[1]]
     bus.resume(ORDERS, BREAKER)
     assert bus.claimed(worker, ORDERS).event_ids == events[2:]
+
+
+def test_a_probe_that_was_handled_ends_the_pause_that_it_tried_and_no_other(bus: Engine) -> None:
+    events = arrive(bus, 4)
+    worker = bus.register()
+    half_open(bus)
+    first = bus.claimed(worker, ORDERS)
+    bus.pause(ORDERS, "manual", None)
+    assert bus.value("SELECT {bus}.end_probe(1, %s)", first.token)
+    assert not bus.value("SELECT {bus}.end_probe(1, %s)", first.token)
+    assert told(bus, worker)[0] == "paused", "it ended the operator's pause"
+    bus.resume(ORDERS, "manual")
+    assert bus.claimed(worker, ORDERS).event_ids == events[1:]
 
 
 def test_fresh_events_are_probes_before_retries_are(bus: Engine) -> None:
