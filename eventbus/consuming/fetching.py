@@ -66,7 +66,7 @@ class Fetcher:
             return
         for queue_id in queue_ids:
             if queue_id in self._queues:
-                self._queues[queue_id].dry = False
+                self._queues[queue_id].feed()
                 self._holdings.news.set()
 
     def orphan(self) -> None:
@@ -203,7 +203,7 @@ class Fetcher:
         self._holdings.asking = True
         losses = self._losses
         for queue_id in queue_ids:
-            self._queues[queue_id].unsure = False  # what is announced while we ask undoes it
+            self._queues[queue_id].unsure = self._queues[queue_id].fed = False  # what is announced meanwhile undoes it
         try:
             claimed = await claim
             if losses != self._losses:  # it went to others while the reply was on its way

@@ -49,6 +49,8 @@ class QueueState:
     paused_until: float = 0.0
     """When to ask again, if it is suspended."""
     on_hold_until: float = 0.0
+    fed: bool = False
+    """Something was announced since the database was last asked."""
     unsure: bool = False
     """Something was announced since the database was last asked, perhaps a pause."""
     probe: UUID | None = None
@@ -141,9 +143,14 @@ class QueueState:
         self.behind -= len(behind)
         return behind
 
+    def feed(self) -> None:
+        """The relay has brought something."""
+        self.dry = False
+        self.fed = True
+
     def announce(self) -> None:
         """Anything may be waiting, or the queue be paused or resumed: look."""
-        self.dry = False
+        self.feed()
         self.due_at = 0.0
         self.held_until = NEVER
         self.paused_until = self.limited_until = 0.0
@@ -165,7 +172,7 @@ class QueueState:
         self.suspended = True
         if not self.unsure:
             self.paused_until = NEVER if pause.seconds is None else now + pause.seconds
-        waiting = self.release(False) or pause.waiting
+        waiting = self.release(False) or pause.waiting or self.fed
         self.dry = not waiting
         self.due_at = self.paused_until if waiting else NEVER
         self.crashed_at = self.held_until = NEVER
