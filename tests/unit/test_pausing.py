@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from eventbus.errors import Unavailable
+from eventbus.transport import Pause
 from tests.unit.consumer_line import OTHER, QUEUE, Gate, Line, fine, line
 from tests.unit.scripted_engine import Waiting
 
@@ -83,17 +84,15 @@ async def test_a_resume_that_is_announced_while_the_answer_is_on_its_way_is_not_
 
 async def test_what_is_fed_while_the_answer_is_on_its_way_is_not_left_to_the_next_poll() -> None:
     async with line() as made:
-        await made.engine.pause(QUEUE, "tests", "because", 0.3, None)
-        gate = made.engine.hold_reply("claim")
-        made.consumer.poll_every(3_600)
-        made.start()
-        await made.engine.called("claim")
-        await made.engine.until(lambda: made.engine.order[-1] == "claim")
-        made.engine.fresh[QUEUE].append("a")
-        made.consumer.wake([QUEUE])
-        gate.set()
-        made.engine.pauses.pop(QUEUE)  # it ends by itself
-        await made.engine.until(lambda: made.engine.settled == [("a", "done")])
+        queue = made.consumer.queues[QUEUE]
+        nothing_waits = Pause(1.0, waiting=False)
+        queue.fed = False  # the database is asked
+        queue.pause(nothing_waits, 100.0)
+        assert queue.dry
+        queue.fed = False  # again, and this time the relay is quicker than the answer
+        queue.feed()
+        queue.pause(nothing_waits, 100.0)
+        assert not queue.dry
 
 
 async def test_the_probe_runs_and_all_others_wait_until_the_pause_is_over() -> None:
