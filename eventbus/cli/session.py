@@ -80,6 +80,7 @@ def session(invocation: Invocation, *, checked: bool = True) -> Iterator[Session
 def connected(dsn: str, name: str) -> Iterator[psycopg.Connection]:
     """A connection in autocommit mode; the server's errors on the way become the bus's own where these say more."""
     import psycopg
+    from psycopg import errors
 
     from eventbus.postgres.connecting import conninfo
 
@@ -90,5 +91,5 @@ def connected(dsn: str, name: str) -> Iterator[psycopg.Connection]:
     with connection:
         try:
             yield connection
-        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
+        except (errors.UndefinedTable, errors.UndefinedFunction, errors.InvalidSchemaName) as error:
             raise SchemaMissing(f"{error.diag.message_primary}; run: eventbus migrate") from error

@@ -21,6 +21,7 @@ from psycopg.rows import class_row
 
 from eventbus.errors import ConfigurationError, SchemaMismatch, SchemaMissing
 from eventbus.plugins.values import Migration as PluginMigration
+from eventbus.postgres import mismatches
 from eventbus.postgres.statements import Statements, render
 
 _OR_SQL: Final = "; or let a DBA run the output of: eventbus migrate --sql"
@@ -108,32 +109,27 @@ def require_current(connection: psycopg.Connection, schema: str, steps: Steps = 
         raise SchemaMissing(
             f'the bus has no schema "{schema}" in database "{situation.database}"; run: eventbus migrate'
         )
-    missing = outstanding(_applied(connection, situation, schema), schema, steps)
+    applied = _applied(connection, situation, schema)
+    missing = outstanding(applied, schema, steps)
     if missing:
-        raise SchemaMismatch(
-            f'schema "{schema}" is older than this eventbus ({_names(missing)} missing); '
-            "upgrade the schema: eventbus migrate"
-        )
+        raise SchemaMismatch(mismatches.missing([migration.name for migration in missing], applied, schema))
 
 
 def outstanding(applied: Mapping[str, str | None], schema: str, steps: Steps = ()) -> list[Migration]:
     """The steps that are not among ``applied``, which maps names to digests.
 
     Steps of plugins that are not used here are ignored. :class:`SchemaMismatch` if the schema is newer than this code,
-    or if a step there had another text.
+    or if a step there had another text; it says whether that is the bus or which plugin.
     """
     known = migrations(schema, steps)
     here = {plugin for plugin, _ in steps}
     changed = [migration for migration in known if applied.get(migration.name, migration.digest) != migration.digest]
     if changed:
-        raise SchemaMismatch(_differs(changed, schema))
+        raise SchemaMismatch(mismatches.changed([migration.name for migration in changed], schema))
     ours = {name for name in applied if "/" not in name or name.partition("/")[0] in here}
     unknown = sorted(ours - {migration.name for migration in known})
     if unknown:
-        raise SchemaMismatch(
-            f'schema "{schema}" was migrated by a newer eventbus ({", ".join(unknown)} unknown here); '
-            "upgrade this installation of eventbus"
-        )
+        raise SchemaMismatch(mismatches.unknown(unknown, schema))
     return [migration for migration in known if migration.name not in applied]
 
 
@@ -193,7 +189,7 @@ def _apply(connection: psycopg.Connection, migration: Migration, schema: str, st
             connection.execute(statements["create_table"])
             if migration not in outstanding(_recorded(connection, statements), schema, steps):
                 return False
-            connection.execute(migration.text.encode())
+            _execute(connection, migration)
             connection.execute(_record(migration, schema).encode())
     except psycopg.errors.InsufficientPrivilege as error:
         owner = _situation(connection, schema).owner
@@ -203,6 +199,23 @@ def _apply(connection: psycopg.Connection, migration: Migration, schema: str, st
     except (psycopg.errors.DuplicateTable, psycopg.errors.DuplicateFunction) as error:
         raise ConfigurationError(_taken(str(error.diag.message_primary))) from error
     return True
+
+
+def _execute(connection: psycopg.Connection, migration: Migration) -> None:
+    plugin, _, step = migration.name.rpartition("/")
+    try:
+        connection.execute(migration.text.encode())
+    except (psycopg.OperationalError, psycopg.errors.InsufficientPrivilege):
+        raise
+    except psycopg.Error as error:
+        if not plugin:
+            raise
+        position = error.diag.statement_position
+        where = "" if position is None else f" (line {migration.text.count(chr(10), 0, int(position) - 1) + 1})"
+        raise ConfigurationError(
+            f"plugin {plugin}: its step {step} was not applied: {error.diag.message_primary or error}{where}; "
+            "correct the step, or remove what is in its way"
+        ) from error
 
 
 def _record(migration: Migration, schema: str) -> str:
@@ -224,7 +237,8 @@ def script(schema: str, steps: Steps = ()) -> str:
 def _script_of(migration: Migration, statements: Statements, schema: str) -> str:
     applied = f"FROM ({statements.text('applied')}) AS a WHERE a.name = '{migration.name}'"
     changed = f"count(*) > 0 AND coalesce(max(a.digest), '') <> '{migration.digest}'"
-    refusal = f"DO $do$ BEGIN RAISE EXCEPTION USING MESSAGE = '{_differs([migration], schema)}'; END $do$;"
+    message = mismatches.changed([migration.name], schema).replace("'", "''")
+    refusal = f"DO $do$ BEGIN RAISE EXCEPTION USING MESSAGE = '{message}'; END $do$;"
     return "\n".join(
         (
             f"\n\\echo {migration.name}",
@@ -248,14 +262,3 @@ def _lacks(situation: Situation, right: str) -> str:
 
 def _taken(what: str) -> str:
     return f"{what} is not the bus's: give the bus a schema of its own with the setting schema (EVENTBUS_SCHEMA)"
-
-
-def _differs(changed: list[Migration], schema: str) -> str:
-    return (
-        f'schema "{schema}" was made by another development version of eventbus (not the same: {_names(changed)}), and '
-        "no step leads from there to here: drop the schema and run eventbus migrate, or go back to that version"
-    )
-
-
-def _names(steps: list[Migration]) -> str:
-    return ", ".join(migration.name for migration in steps)

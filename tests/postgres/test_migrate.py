@@ -19,6 +19,7 @@ from psycopg import sql
 
 from eventbus.errors import ConfigurationError, SchemaMismatch, SchemaMissing
 from eventbus.event import OutboxEvent
+from eventbus.plugins.values import Migration as PluginMigration
 from eventbus.postgres import migrate as steps
 from eventbus.postgres import privileges
 from eventbus.postgres.admin import is_foreign, resume
@@ -59,7 +60,7 @@ def new_role(empty: psycopg.Connection, empty_dsn: str) -> Iterator[Callable[[],
 def only_first(count: int) -> Iterator[None]:
     """As if this code knew only the first steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "migrations", lambda schema: migrations(schema)[:count])
+        patch.setattr(steps, "migrations", lambda schema, _=(): migrations(schema)[:count])
         yield
 
 
@@ -170,7 +171,7 @@ def test_a_step_that_fails_leaves_nothing_of_itself_and_the_steps_before_it(
 ) -> None:
     known = migrations("eventbus")
     broken = Migration("9999_broken", "CREATE TABLE {schema}.half_done (); SELECT 1/0;", "eventbus")
-    monkeypatch.setattr(steps, "migrations", lambda schema: [*known, broken])
+    monkeypatch.setattr(steps, "migrations", lambda schema, _=(): [*known, broken])
     with pytest.raises(psycopg.errors.DivisionByZero):
         migrate(empty_dsn, "eventbus")
     assert [step.name for step in pending(empty_dsn, "eventbus")] == ["9999_broken"]
@@ -180,7 +181,7 @@ def test_a_step_that_fails_leaves_nothing_of_itself_and_the_steps_before_it(
 def test_a_first_step_that_fails_leaves_not_even_the_schema(
     empty: psycopg.Connection, empty_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "migrations", lambda schema: [Migration("0001_broken", "SELECT 1/0;", schema)])
+    monkeypatch.setattr(steps, "migrations", lambda schema, _=(): [Migration("0001_broken", "SELECT 1/0;", schema)])
     with pytest.raises(psycopg.errors.DivisionByZero):
         migrate(empty_dsn, "eventbus")
     assert empty.execute("SELECT to_regnamespace('eventbus')").fetchone() == (None,)
@@ -244,13 +245,112 @@ def test_a_schema_of_another_development_version_is_refused_before_it_fails_in_o
     assert objects(empty, "eventbus") == before
 
 
+def step(plugin: str, name: str, text: str = "SELECT 1;") -> tuple[str, PluginMigration]:
+    return plugin, PluginMigration(name, f"-- For a test.\n{text}")
+
+
+FIRST, SECOND, OTHER = (
+    step("m", "0001_a", "CREATE TABLE {schema}.m_a (a int);"),
+    step("m", "0002_b"),
+    step("n", "0001_n"),
+)
+
+
+def refusal(error: type[ConfigurationError], function: Callable[..., Any], *arguments: Any) -> str:
+    """What a function says when it refuses, on one line."""
+    with pytest.raises(error) as refused:
+        function(*arguments)
+    said = str(refused.value)
+    assert "\n" not in said
+    return said
+
+
+def test_a_changed_step_of_a_plugin_is_its_own_and_nobody_is_told_to_drop_the_bus(
+    server: Server, empty: psycopg.Connection, empty_dsn: str, tmp_path: Path
+) -> None:
+    migrate(empty_dsn, "By-hand", [FIRST])
+    changed = step("m", "0001_a", "CREATE TABLE {schema}.m_a (a bigint);")
+    for function, connected in ((require_current, empty), (migrate, empty_dsn), (pending, empty_dsn)):
+        said = refusal(SchemaMismatch, function, connected, "By-hand", [changed])
+        assert "plugin m has changed a step" in said
+        assert "0001_a" in said
+        assert "drop the schema" not in said
+        assert "eventbus (not" not in said
+    with pytest.raises(subprocess.CalledProcessError) as stopped:
+        run_script(server, empty_dsn, tmp_path, script("By-hand", [changed]))
+    assert said.encode() in stopped.value.stderr, "in quotes that SQL understands"
+    empty.execute('DROP TABLE "By-hand".m_a')
+    empty.execute(said.partition("after: ")[2].encode())
+    assert migrate(empty_dsn, "By-hand", [changed]) == ["m/0001_a"], "what it says does not help"
+
+
+def test_a_plugin_that_is_older_than_its_tables_is_the_one_to_upgrade(
+    empty: psycopg.Connection, empty_dsn: str
+) -> None:
+    migrate(empty_dsn, "eventbus", [FIRST, SECOND, OTHER])
+    for function, connected in ((require_current, empty), (migrate, empty_dsn)):
+        said = refusal(SchemaMismatch, function, connected, "eventbus", [FIRST, OTHER])
+        assert "plugin m is older than its tables" in said
+        assert "(0002_b unknown here): upgrade the plugin" in said
+        assert "newer eventbus" not in said
+    require_current(empty, "eventbus", [OTHER])
+
+
+def test_tables_of_plugins_that_are_missing_do_not_make_the_bus_old(empty: psycopg.Connection, empty_dsn: str) -> None:
+    migrate(empty_dsn, "eventbus")
+    said = refusal(SchemaMismatch, require_current, empty, "eventbus", [FIRST, SECOND])
+    assert said == "the tables of plugin m are missing; run: eventbus migrate"
+    migrate(empty_dsn, "eventbus", [FIRST])
+    said = refusal(SchemaMismatch, require_current, empty, "eventbus", [FIRST, SECOND, OTHER])
+    assert said == (
+        "the tables of plugin m are older than the plugin (0002_b missing), the tables of plugin n are missing; "
+        "run: eventbus migrate"
+    )
+
+
+def test_what_is_wrong_with_the_bus_itself_is_told_before_what_is_wrong_with_plugins(
+    empty: psycopg.Connection, empty_dsn: str
+) -> None:
+    with only_first(len(NAMES) - 1):
+        migrate(empty_dsn, "eventbus")
+    said = refusal(SchemaMismatch, require_current, empty, "eventbus", [FIRST])
+    assert f"older than this eventbus ({NAMES[-1]} missing)" in said
+    migrate(empty_dsn, "eventbus", [FIRST])
+    empty.execute("UPDATE eventbus.migrations SET digest = 'x' WHERE name IN ('m/0001_a', '0002_publish')")
+    said = refusal(SchemaMismatch, require_current, empty, "eventbus", [FIRST])
+    assert "(not the same: 0002_publish)" in said
+    empty.execute("INSERT INTO eventbus.migrations (name, digest) VALUES ('9999_later', ''), ('m/0002_b', '')")
+    empty.execute("DELETE FROM eventbus.migrations WHERE digest = 'x'")
+    said = refusal(SchemaMismatch, require_current, empty, "eventbus", [FIRST])
+    assert "newer eventbus (9999_later unknown here)" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("SELECT 1;\nCREAT TABLE m (a int);", 'syntax error at or near "CREAT" (line 3)'),
+        ("CREATE TABLE {schema}.queues (a int);", 'relation "queues" already exists'),
+        ("SELECT 1/0;", "division by zero"),
+    ],
+    ids=["syntax", "a table in the way", "data"],
+)
+def test_a_step_of_a_plugin_that_fails_names_the_plugin_and_the_step(
+    empty: psycopg.Connection, empty_dsn: str, text: str, words: str
+) -> None:
+    said = refusal(ConfigurationError, migrate, empty_dsn, "eventbus", [FIRST, step("m", "0002_b", text)])
+    assert said.startswith("plugin m: its step 0002_b was not applied: ")
+    assert words in said
+    assert "a schema of its own" not in said
+    assert [each.name for each in pending(empty_dsn, "eventbus", [FIRST, SECOND])] == ["m/0002_b"]
+
+
 def test_a_step_that_other_code_applied_meanwhile_is_not_taken_for_ours(
     empty: psycopg.Connection, empty_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     migrate(empty_dsn, "eventbus")
     mine = Migration("9999_mine", "SELECT 1;", "eventbus")
     known = migrations("eventbus")
-    monkeypatch.setattr(steps, "migrations", lambda schema: [*known, mine])
+    monkeypatch.setattr(steps, "migrations", lambda schema, _=(): [*known, mine])
     locked = "SELECT pg_advisory_xact_lock(hashtextextended('eventbus migrate eventbus', 0))"
     with psycopg.connect(empty_dsn) as other, ThreadPoolExecutor(1) as thread:
         other.execute(locked.encode())
@@ -364,7 +464,7 @@ def test_a_role_that_does_not_own_the_tables_is_told_who_does(
     migrate(empty_dsn, "eventbus")
     known = migrations("eventbus")
     altering = Migration("9999_alter", "ALTER TABLE {schema}.outbox ADD COLUMN extra int;", "eventbus")
-    monkeypatch.setattr(steps, "migrations", lambda schema: [*known, altering])
+    monkeypatch.setattr(steps, "migrations", lambda schema, _=(): [*known, altering])
     role, dsn = new_role()
     for right in ("USAGE, CREATE ON SCHEMA eventbus", "SELECT ON eventbus.migrations"):
         empty.execute(sql.SQL("GRANT {} TO {}").format(sql.SQL(right), sql.Identifier(role)))

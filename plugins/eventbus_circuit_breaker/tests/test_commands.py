@@ -9,6 +9,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from eventbus.postgres.migrate import migrate
 from eventbus_circuit_breaker.tests.test_records import Table
 
 pytestmark = pytest.mark.parametrize("major", [18], indirect=True)
@@ -73,8 +74,10 @@ def test_closing_by_hand_lets_the_queue_go_on_and_says_if_there_was_nothing_to_c
     assert (again.returncode, again.stdout) == (1, "the circuit breaker of q is not open\n")
 
 
-def test_without_the_tables_it_says_what_to_do(dsn: str, conn: psycopg.Connection, tmp_path: Path) -> None:
-    conn.execute("DROP TABLE IF EXISTS eventbus.circuit_breakers CASCADE")
-    shown = eventbus(dsn, tmp_path, "circuits")
+@pytest.mark.parametrize("words", [("circuits",), ("circuits", "close", "q")], ids=["look", "close"])
+def test_without_the_tables_it_says_what_to_do(empty_dsn: str, tmp_path: Path, words: tuple[str, ...]) -> None:
+    migrate(empty_dsn, "eventbus")
+    shown = eventbus(empty_dsn, tmp_path, *words)
     assert (shown.returncode, shown.stdout) == (1, "")
-    assert shown.stderr.endswith("does not exist; run: eventbus migrate\n")
+    [line] = shown.stderr.splitlines()
+    assert line.endswith("does not exist; run: eventbus migrate")
