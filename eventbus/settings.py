@@ -5,7 +5,8 @@ Read from arguments, then ``EVENTBUS_*`` environment variables, then ``[tool.eve
 another unit. An unknown name is an error.
 
 A plugin's own settings stand in a table of its name, ``[tool.eventbus.NAME]``, or in ``EVENTBUS_NAME_KEY``; they are
-checked when the plugin is loaded.
+checked when the plugin is loaded. Those of a plugin that is installed, or named by a source that does not decide, and
+not used are ignored.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -24,6 +26,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from eventbus.errors import ConfigurationError
 
 PREFIX: Final = "EVENTBUS_"
+_GROUP: Final = "eventbus"
+"""The entry points of plugins."""
 _SCHEMA_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]{0,39}")
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -147,7 +151,7 @@ def load(
         else:
             others.append(each)
     settings = _validated(fields)
-    own = _of_plugins(others, settings.plugins)
+    own = _of_plugins(others, settings.plugins, [each.value for each in given if each.name == "plugins"])
     return settings.model_copy(update={"plugin_settings": own | dict(settings.plugin_settings)}) if own else settings
 
 
@@ -168,19 +172,39 @@ def _validated(given: Mapping[str, _Given]) -> Settings:
         raise ConfigurationError(f"invalid setting {problems}") from None
 
 
-def _of_plugins(given: Iterable[_Given], plugins: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The settings of each plugin; refuses what belongs to none, with a suggestion."""
+def _of_plugins(given: Iterable[_Given], plugins: Sequence[str], named: Iterable[Any]) -> dict[str, dict[str, Any]]:
+    """The settings of each plugin; refuses what belongs to none that is known, with a suggestion.
+
+    ``named``: what the sources say of the setting plugins, those that do not decide among them.
+    """
     names = sorted(map(plugin_name, plugins), key=len, reverse=True)
     found: dict[str, dict[str, Any]] = {}
+    others: list[_Given] = []
     for each in given:
         if isinstance(each.value, dict) and each.name in names:
             found.setdefault(each.name, {}).update(each.value)
             continue
         owner = next((name for name in names if each.name.startswith(f"{name}_")), None)
         if owner is None or not each.spelling.startswith(PREFIX):
-            raise ConfigurationError(_unknown(each, names))
+            others.append(each)
+            continue
         found.setdefault(owner, {})[each.name.removeprefix(f"{owner}_")] = each.value
+    unused = _known_plugins(named) if others else set()
+    for each in others:
+        if not (each.name in unused if isinstance(each.value, dict) else _is_variable_of(each, unused)):
+            raise ConfigurationError(_unknown(each, names))
     return found
+
+
+def _known_plugins(named: Iterable[Any]) -> set[str]:
+    """The names of the plugins that are installed or named."""
+    spellings = [name for value in named for name in (value.split(",") if isinstance(value, str) else value)]
+    installed = {point.name for point in entry_points(group=_GROUP)}
+    return installed | {plugin_name(name.strip()) for name in spellings}
+
+
+def _is_variable_of(given: _Given, plugins: Iterable[str]) -> bool:
+    return given.spelling.startswith(PREFIX) and any(given.name.startswith(f"{name}_") for name in plugins)
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[_Given]:
@@ -214,7 +238,7 @@ def _unknown(given: _Given, plugins: Sequence[str]) -> str:
     spelling = given.name if given.where.startswith("key") else given.spelling
     if isinstance(given.value, dict):
         where = given.where.removeprefix("key in ")
-        return f"unknown table in {where}: {given.name}; no plugin of that name is used, add it to plugins"
+        return f"unknown table in {where}: {given.name}; no plugin of that name is used or installed, add it to plugins"
     known = sorted(each.removesuffix("_name") for each in Settings.model_fields if each != "plugin_settings")
     upper = spelling.startswith(PREFIX)
     close = difflib.get_close_matches(given.name, known, n=1)

@@ -93,6 +93,44 @@ def test_a_misspelt_setting_is_refused_with_the_right_spelling(
         load(arguments, environment=environment, folder=tmp_path)
 
 
+UNUSED = "[tool.eventbus]\nplugins = ['stats', 'shop.audit:AuditLog']\n"
+
+
+@pytest.mark.parametrize(
+    ("project", "environment"),
+    [
+        ("[tool.eventbus.stats]\ninterval = 1\n[tool.eventbus.circuit_breaker]\nfailures = 3", {}),
+        ("", {"EVENTBUS_CIRCUIT_BREAKER_FAILURES": "3", "EVENTBUS_STATS_INTERVAL": "1"}),
+        (f"{UNUSED}[tool.eventbus.audit_log]\nkeep = 1", {"EVENTBUS_AUDIT_LOG_KEEP": "1"}),
+    ],
+    ids=["tables", "variables", "a plugin of the program's own"],
+)
+def test_settings_of_a_plugin_that_is_switched_off_here_disturb_nobody(
+    tmp_path: Path, project: str, environment: dict[str, str]
+) -> None:
+    write(tmp_path, project)
+    for plugins in (",", "prometheus"):
+        settings = load(environment={"EVENTBUS_PLUGINS": plugins, **environment}, folder=tmp_path)
+        assert settings.plugin_settings == {}
+
+
+@pytest.mark.parametrize(
+    ("project", "environment", "message"),
+    [
+        ("[tool.eventbus.statz]\ninterval = 1", {}, "statz; no plugin of that name is used or installed"),
+        ("[tool.eventbus]\nstats_interval = 1", {}, "unknown key in .*: stats_interval"),
+        ("", {"EVENTBUS_STATZ_INTERVAL": "1"}, "unknown environment variable: EVENTBUS_STATZ_INTERVAL"),
+    ],
+)
+def test_settings_of_a_plugin_that_nobody_knows_are_refused(
+    tmp_path: Path, project: str, environment: dict[str, str], message: str
+) -> None:
+    write(tmp_path, project)
+    for plugins in ("stats", ","):
+        with pytest.raises(ConfigurationError, match=message):
+            load(environment={"EVENTBUS_PLUGINS": plugins, **environment}, folder=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
