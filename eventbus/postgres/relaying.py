@@ -47,8 +47,8 @@ class PostgresRelay:
         [row] = await self._link.rows(self._calls["resolve"], (version, orjson.dumps(routes).decode()))
         return bool(row[0])
 
-    async def filling(self) -> Sequence[int]:
-        return [queue_id for (queue_id,) in await self._link.rows(self._calls["filling"])]
+    async def filling(self) -> Mapping[int, str]:
+        return dict(await self._link.rows(self._calls["filling"]))
 
     async def fill(self, queue_id: int, limit: int) -> Fill:
         [row] = await self._link.rows(self._calls["fill"], (queue_id, limit))

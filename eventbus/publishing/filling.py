@@ -33,7 +33,8 @@ class Filling:
         clock: Callable[[], float],
         relayed: Callable[[Mapping[int, int]], None] = lambda _: None,
     ) -> None:
-        self.queues: list[int] = []
+        self.queues: dict[int, str] = {}
+        """Their names by number; the first one is the next."""
         self._engine = engine
         self._fed = fed
         self._relayed = relayed
@@ -45,11 +46,11 @@ class Filling:
         if not self.queues:
             if self._clock() < self._look_at:
                 return None
-            self.queues = list(await self._engine.filling())
+            self.queues = dict(await self._engine.filling())
             self._look_at = self._clock() + _LOOK_SECONDS
             if not self.queues:
                 return None
-        queue_id = self.queues[0]
+        queue_id, name = next(iter(self.queues.items()))
         fill = await self._engine.fill(queue_id, limit)
         if fill.deliveries:
             self._fed([queue_id])
@@ -60,12 +61,12 @@ class Filling:
             case "unknown":
                 await resolve(self._engine, fill.unknown)
             case "more":
-                self.queues.append(self.queues.pop(0))
+                self.queues[queue_id] = self.queues.pop(queue_id)
             case "filled" | "active":
-                self.queues.pop(0)
+                del self.queues[queue_id]
                 self._look_at = 0.0  # others may have begun meanwhile
                 if fill.state == "filled":
-                    log.info("queue %d has everything that was relayed before it began", queue_id)
+                    log.info("queue %s has everything that was relayed before it began", name, extra={"queue": name})
             case _:
                 assert_never(fill.state)
         return 0.0

@@ -46,8 +46,8 @@ class RelayEngine(Protocol):
     async def resolve(self, version: int, routes: Mapping[str, Sequence[int]]) -> bool:
         """Store where topics go; false, and nothing stored, when the bindings are newer than ``version``."""
 
-    async def filling(self) -> Sequence[int]:
-        """The queues that are filled with what was relayed before they began."""
+    async def filling(self) -> Mapping[int, str]:
+        """The queues that are filled with what was relayed before they began: number and name."""
 
     async def fill(self, queue_id: int, limit: int) -> Fill:
         """The next step of such a queue: looks at ``limit`` events at most. Atomic; a crash loses nothing."""

@@ -85,8 +85,10 @@ class ScriptedRelayEngine:
         await self._enter("fall_asleep")
         return self.publishing
 
-    async def filling(self) -> Sequence[int]:
-        return list(self.filling_queues)  # not in the order of calls: every relay looks now and then
+    async def filling(self) -> Mapping[int, str]:
+        return {
+            queue_id: f"q{queue_id}" for queue_id in self.filling_queues
+        }  # not in the order of calls: every relay looks now and then
 
     async def fill(self, queue_id: int, limit: int) -> Fill:
         await self._enter(f"fill {queue_id}")
@@ -378,6 +380,16 @@ async def test_queues_that_begin_with_the_earliest_event_are_filled_in_turn_whil
         await scene.engine.until(lambda: scene.relay.idle_ticks and not scene.engine.filling_queues)
     assert scene.engine.order[:8] == ["tick", "fill 7", "tick", "fill 8", "tick", "fill 7", "tick", "fill 8"]
     assert [[*queues] for queues in scene.fed if 1 not in queues] == [[7], [7], [8]]
+
+
+async def test_the_log_calls_a_queue_that_was_filled_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene()
+    scene.engine.filling_queues = [257]
+    scene.engine.fills.extend([filled("more", 3), filled("filled")])
+    with caplog.at_level(logging.INFO, "eventbus"):
+        async with scene.running():
+            await scene.engine.until(lambda: caplog.records)
+    assert caplog.messages == ["queue q257 has everything that was relayed before it began"]
 
 
 async def test_a_relay_without_anything_fresh_does_not_sleep_while_a_queue_is_filled() -> None:

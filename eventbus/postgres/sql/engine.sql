@@ -18,7 +18,9 @@ SELECT {schema}.resolve_topics(%s, %s::json)
 
 -- name: filling
 -- The queues that are filled with what was relayed before they began.
-SELECT f.queue_id FROM {schema}.fillings f ORDER BY f.queue_id
+SELECT f.queue_id, q.name
+FROM {schema}.fillings f JOIN {schema}.queues q ON q.id = f.queue_id
+ORDER BY f.queue_id
 
 -- name: fill
 -- The next step of a filling queue.
