@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -29,6 +29,9 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="show what would be done and change nothing", show_default=False)
 ]
 
+_EARLIEST: Final = datetime(1900, 1, 1, tzinfo=UTC)
+"""What is before it begins with it: a server may not be able to write down such a moment in its own time zone."""
+_LONGEST: Final = timedelta(days=36_500)
 _AGE: Final = re.compile(r"\s*\d+(\.\d+)?\s*[smhd]\s*")
 
 
@@ -46,8 +49,8 @@ def _moment(option: str, text: str | None) -> Moment | None:
         return None
     try:
         if _AGE.fullmatch(text):
-            return timedelta(seconds=parse_duration(text))
-        return parse_moment(text)
+            return min(timedelta(seconds=parse_duration(text)), _LONGEST)
+        return max(parse_moment(text), _EARLIEST)
     except (ValueError, OverflowError):
         raise typer.BadParameter(
             f"'{text}' is no moment: write it as 2030-01-31T09:00:00+01:00, with the offset from UTC, or as an age: "
