@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 from uuid import UUID
@@ -95,6 +96,8 @@ class Handle:
 
     def every(self, seconds: float, action: Action, name: str) -> None:
         """Again and again."""
+        if not 0.01 <= seconds <= threading.TIMEOUT_MAX:
+            raise ValueError(f"every {seconds!r} seconds is too often or no time; at least 0.01")
         self._begin(seconds, action, name)
 
     def soon(self, action: Action, name: str) -> None:
@@ -141,7 +144,12 @@ class Handle:
         }
 
     def _number(self, queue: str) -> int:
-        return next(number for number, name in self._engine.names.items() if name == queue)
+        for number, name in self._engine.names.items():
+            if name == queue:
+                return number
+        raise ValueError(
+            f"this worker has no queue {queue}; it has {', '.join(self._engine.names.values()) or 'none yet'}"
+        )
 
     def _state(self, queue: str) -> QueueState:
         return self._states[self._number(queue)]
