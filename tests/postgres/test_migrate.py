@@ -270,12 +270,13 @@ def test_a_changed_step_of_a_plugin_is_its_own_and_nobody_is_told_to_drop_the_bu
 ) -> None:
     migrate(empty_dsn, "By-hand", [FIRST])
     changed = step("m", "0001_a", "CREATE TABLE {schema}.m_a (a bigint);")
-    for function, connected in ((require_current, empty), (migrate, empty_dsn), (pending, empty_dsn)):
-        said = refusal(SchemaMismatch, function, connected, "By-hand", [changed])
-        assert "plugin m has changed a step" in said
-        assert "0001_a" in said
-        assert "drop the schema" not in said
-        assert "eventbus (not" not in said
+    said = refusal(SchemaMismatch, require_current, empty, "By-hand", [changed])
+    assert "plugin m has changed a step" in said
+    assert "0001_a" in said
+    assert "drop the schema" not in said
+    assert "eventbus (not" not in said
+    for function in (migrate, pending):
+        assert refusal(SchemaMismatch, function, empty_dsn, "By-hand", [changed]) == said
     with pytest.raises(subprocess.CalledProcessError) as stopped:
         run_script(server, empty_dsn, tmp_path, script("By-hand", [changed]))
     assert said.encode() in stopped.value.stderr, "in quotes that SQL understands"
