@@ -50,9 +50,8 @@ class EventBus:
         """Publishes in the caller's transaction."""
         statements = PublishStatements(self.settings.schema_name)
         outbox = Outbox(statements, self.settings, Interception(self.plugins, self))
-        for plugin, adapters in self.plugins.ask("eventbus_connection_adapters"):
-            for adapter in adapters:
-                register_adapter(outbox.connections, plugin.name, adapter)
+        for plugin, adapter in self.plugins.gather("eventbus_connection_adapters", object):
+            register_adapter(outbox.connections, plugin.name, adapter)
         return outbox
 
     @property

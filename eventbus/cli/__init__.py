@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:  # closed by whoever started us
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123 - for the whole process
 
-    from eventbus.cli.failures import run
+    from eventbus.cli.failures import INTERRUPTED, run
     from eventbus.cli.options import new_app
     from eventbus.cli.plugin_commands import add_commands
 
@@ -43,5 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     app = new_app()
     for group in GROUPS:
         import_module(f"eventbus.cli.{group}").register(app)
-    add_commands(app, given)
+    try:
+        add_commands(app, given)
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")
+        return INTERRUPTED
     return run(app, given)

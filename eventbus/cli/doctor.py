@@ -13,7 +13,7 @@ from eventbus.cli.failures import masked, message_of
 from eventbus.cli.options import Commands, Invocation
 from eventbus.cli.screen import shown
 from eventbus.cli.session import connected, database
-from eventbus.errors import ConfigurationError, Unavailable
+from eventbus.errors import ConfigurationError, Unavailable, passes
 
 if TYPE_CHECKING:
     from eventbus.plugins.registry import Implementation, Plugins
@@ -116,17 +116,22 @@ def _run(name: str, check: Callable[[], Iterable[Finding]], failed: Level = "sta
     """What a check found; that it failed, if it did."""
     try:
         found = [Checked(name, each.level, each.code, each.message, each.hint) for each in check()]
-    except Exception as error:  # noqa: BLE001 - one check that fails must not hide what the others find
+    except BaseException as error:  # one check that fails must not hide what the others find
+        if passes(error):
+            raise
         found = [_failed(name, error, "check_failed", failed)]
     yield from found
 
 
 def _asked(implementation: Implementation, dsn: str, schema: str) -> Callable[[], Iterable[Finding]]:
     """The findings of a plugin, on a connection of its own."""
+    from eventbus.plugins.checking import listed
+    from eventbus.plugins.values import Finding
 
     def run() -> Iterable[Finding]:
         with connected(dsn, "doctor") as connection:
-            return list(implementation(connection=connection, schema=schema) or ())
+            given = implementation(connection=connection, schema=schema)
+            return () if given is None else listed(implementation.plugin, implementation.hook, given, Finding)
 
     return run
 
@@ -149,7 +154,7 @@ def _of_plugins(plugins: Plugins | ConfigurationError) -> Iterator[Checked]:
         yield Checked("plugins", "ok", "plugins_ok", f"loaded: {', '.join(names) or 'none'}")
 
 
-def _failed(check: str, error: Exception, code: str, level: Level = "stalled") -> Checked:
+def _failed(check: str, error: BaseException, code: str, level: Level = "stalled") -> Checked:
     return Checked(check, level, code, masked(message_of(error)))
 
 

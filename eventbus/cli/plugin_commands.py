@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def add_commands(app: typer.Typer, arguments: Sequence[str]) -> None:
-    """Add those of the plugins in use, if no other command was asked for. Never raises; warns on standard error."""
+    """Add those of the plugins in use, if no other command was asked for, or warn. Raises Ctrl-C only."""
     own = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
     if next((word for word in arguments if word in own), None) is not None:
         return
     from eventbus.cli.failures import masked, message_of
     from eventbus.cli.options import Commands, find_own_plugins
-    from eventbus.errors import ConfigurationError
+    from eventbus.errors import ConfigurationError, passes
     from eventbus.settings import load
 
     try:
@@ -32,6 +32,7 @@ def add_commands(app: typer.Typer, arguments: Sequence[str]) -> None:
     if not settings.plugins:
         return
     find_own_plugins(settings.plugins)
+    from eventbus.plugins.loading import brief
     from eventbus.plugins.registry import loaded
 
     try:
@@ -44,10 +45,10 @@ def add_commands(app: typer.Typer, arguments: Sequence[str]) -> None:
     for implementation in plugins.of("eventbus_commands"):
         try:
             implementation(commands=Commands(app))
-        except Exception as error:  # noqa: BLE001 - one plugin must not take the commands of the others away
-            name = f"plugin {implementation.plugin.name} ({implementation.plugin.origin})"
-            said = f"{name}: eventbus_commands failed: {type(error).__name__}: {error}"
-            _warn(masked(" ".join(said.split())))
+        except BaseException as error:  # one plugin must not take the commands of the others away
+            if passes(error):
+                raise
+            _warn(masked(str(implementation.plugin.problem(f"eventbus_commands failed: {brief(error)}"))))
 
 
 def _warn(problem: str) -> None:

@@ -5,6 +5,7 @@ Before it: ``execution`` is about to call the handler. After it: the handler's r
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,8 +35,9 @@ class Surround:
     def blocking(self, deliveries: Sequence[Delivery], attempt: Callable[[], Came]) -> Came:
         """Make a call in this thread. What ``attempt`` returns are the results, or what is to be awaited for them."""
         call = self._call(deliveries)
-        entered = self._enter(call)
+        entered: list[tuple[str, Any]] = []
         try:
+            self._enter(call, entered)
             came = attempt()
         except BaseException as error:
             self._leave(entered, error)
@@ -46,70 +48,86 @@ class Surround:
         return came
 
     async def running(self, deliveries: Sequence[Delivery], attempt: Awaitable[Came]) -> Came:
-        """Make a call on the event loop."""
+        """Make a call on the event loop. Wherever it is cancelled, what was entered is left and ``attempt`` closed."""
         call = self._call(deliveries)
-        entered = self._enter(call)
-        inner = await self._enter_async(call) if self.async_arounds else ()
+        entered: list[tuple[str, Any]] = []
         try:
-            came = await attempt
+            self._enter(call, entered)
+            came = await (self._inside(call, attempt) if self.async_arounds else attempt)
         except BaseException as error:
-            if inner:
-                await self._leave_async(inner, error)
+            if inspect.iscoroutine(attempt):
+                attempt.close()
             self._leave(entered, error)
             raise
         if isinstance(came, tuple | list):
             call.outcomes = came
-        if inner:
-            await self._leave_async(inner, None)
         self._leave(entered, None)
+        return came
+
+    async def _inside(self, call: Call, attempt: Awaitable[Came]) -> Came:
+        """The same, for the async context managers."""
+        entered: list[tuple[str, Any]] = []
+        try:
+            await self._enter_async(call, entered)
+            came = await attempt
+        except BaseException as error:
+            await self._leave_async(entered, error)
+            raise
+        if isinstance(came, tuple | list):
+            call.outcomes = came
+        await self._leave_async(entered, None)
         return came
 
     def _call(self, deliveries: Sequence[Delivery]) -> Call:
         return Call(self.queue, [delivery.event for delivery in deliveries if delivery.event is not None])
 
-    def _enter(self, call: Call) -> list[tuple[str, Any]]:
-        entered: list[tuple[str, Any]] = []
+    def _enter(self, call: Call, entered: list[tuple[str, Any]]) -> None:
         for plugin, around in self.arounds:
             try:
                 manager = around(call)
                 manager.__enter__()
                 entered.append((plugin, manager))
-            except BaseException as error:  # noqa: BLE001 - told apart there
-                self._heed(plugin, _AROUND, error, None)
-        return entered
+            except BaseException as error:
+                if self._goes_on(plugin, _AROUND, error, None):
+                    raise
 
-    async def _enter_async(self, call: Call) -> list[tuple[str, Any]]:
-        entered: list[tuple[str, Any]] = []
+    async def _enter_async(self, call: Call, entered: list[tuple[str, Any]]) -> None:
         for plugin, around in self.async_arounds:
             try:
                 manager = around(call)
                 await manager.__aenter__()
                 entered.append((plugin, manager))
-            except BaseException as error:  # noqa: BLE001 - told apart there
-                self._heed(plugin, _ASYNC_AROUND, error, None)
-        return entered
+            except BaseException as error:
+                if self._goes_on(plugin, _ASYNC_AROUND, error, None):
+                    raise
 
     def _leave(self, entered: Sequence[tuple[str, Any]], error: BaseException | None) -> None:
         for plugin, manager in reversed(entered):
             try:
                 manager.__exit__(None if error is None else type(error), error, error and error.__traceback__)
-            except BaseException as problem:  # noqa: BLE001 - told apart there
-                self._heed(plugin, _AROUND, problem, error)
+            except BaseException as problem:
+                if self._goes_on(plugin, _AROUND, problem, error):
+                    raise
 
     async def _leave_async(self, entered: Sequence[tuple[str, Any]], error: BaseException | None) -> None:
+        cut: BaseException | None = None
         for plugin, manager in reversed(entered):
             try:
                 await manager.__aexit__(None if error is None else type(error), error, error and error.__traceback__)
-            except BaseException as problem:  # noqa: BLE001 - told apart there
-                self._heed(plugin, _ASYNC_AROUND, problem, error)
+            except BaseException as problem:  # noqa: BLE001 - raised when all are left
+                if self._goes_on(plugin, _ASYNC_AROUND, problem, error):
+                    cut = error = problem
+        if cut is not None:
+            raise cut
 
-    def _heed(self, plugin: str, hook: str, problem: BaseException, error: BaseException | None) -> None:
-        """What a context manager raised: the handler's own error, a failure of its own, or a cancellation."""
+    def _goes_on(self, plugin: str, hook: str, problem: BaseException, error: BaseException | None) -> bool:
+        """Whether what a context manager raised is a cancellation, not the handler's error or a failure of its own."""
         if problem is error:
-            return
+            return False
         if passes(problem):
-            raise problem
+            return True
         self.complaints.failed(plugin, hook, problem)
+        return False
 
 
 def surround_of(plugins: Plugins, facts: QueueFacts) -> Surround | None:

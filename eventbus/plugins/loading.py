@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ValidationError
 
-from eventbus.errors import ConfigurationError
+from eventbus.errors import ConfigurationError, passes
 from eventbus.plugins.marks import PROJECT
 from eventbus.settings import Settings, plugin_name
 
@@ -54,6 +55,10 @@ class Plugin:
     def purpose(self) -> str:
         """The first line of its docstring."""
         return (inspect.getdoc(self.instance) or "").partition("\n")[0]
+
+    def problem(self, text: str) -> ConfigurationError:
+        """An error that names the plugin, and where it comes from."""
+        return _problem(self.name, self.origin, f": {text}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +95,12 @@ def configured(name: str, plugin: Any, origin: str, given: Mapping[str, Any]) ->
     """A plugin with its settings. A class is called: with its settings if it has ``Settings``, else with nothing."""
     _check_version(name, plugin, origin)
     choice, own = _chosen(name, given)
-    model = getattr(plugin, "Settings", None)
+    model = inspect.getattr_static(plugin, "Settings", None)
     if model is None and own:
         raise ConfigurationError(f"plugin {name} has no settings, but {', '.join(sorted(own))} was given")
-    settings = None if model is None else _validated(name, model, own)
+    if model is not None and not (inspect.isclass(model) and issubclass(model, BaseModel)):
+        raise _problem(name, origin, f": Settings has to be a class, a pydantic model; it is {reprlib.repr(model)}")
+    settings = None if model is None else _validated(name, origin, model, own)
     if not inspect.isclass(plugin):
         return Plugin(name, plugin, origin, settings, choice)
     make: Callable[..., Any] = plugin
@@ -101,8 +108,10 @@ def configured(name: str, plugin: Any, origin: str, given: Mapping[str, Any]) ->
         instance = make() if settings is None else make(settings)
     except ConfigurationError:
         raise
-    except (Exception, SystemExit) as error:
-        raise ConfigurationError(f"plugin {name} ({origin}) failed to start: {_brief(error)}") from error
+    except BaseException as error:
+        if passes(error):
+            raise
+        raise _problem(name, origin, f" failed to start: {brief(error)}") from error
     return Plugin(name, instance, origin, settings, choice)
 
 
@@ -125,8 +134,10 @@ def _imported(name: str, value: str, origin: str) -> Any:
         found: Any = import_module(module)
         for part in attribute.split(".") if attribute else ():
             found = getattr(found, part)
-    except (Exception, SystemExit) as error:
-        raise ConfigurationError(f"plugin {name} ({origin}) cannot be imported: {_brief(error)}") from error
+    except BaseException as error:
+        if passes(error):
+            raise
+        raise _problem(name, origin, f" cannot be imported: {brief(error)}") from error
     return found
 
 
@@ -138,21 +149,22 @@ def _unknown(name: str) -> str:
 
 
 def _check_version(name: str, plugin: Any, origin: str) -> None:
-    wanted = getattr(plugin, "minimum_eventbus", None)
+    wanted = inspect.getattr_static(plugin, "minimum_eventbus", None)
     if wanted is None:
         return
+    least = _numbers(wanted) if isinstance(wanted, str) else None
+    if least is None:
+        raise _problem(name, origin, f": minimum_eventbus is no version: {reprlib.repr(wanted)}; write it as '1.2'")
     ours = version("eventbus")
-    if _numbers(ours) < _numbers(str(wanted)):
-        raise ConfigurationError(
-            f"plugin {name} ({origin}) needs eventbus {wanted} or newer, and this is {ours}; upgrade eventbus"
-        )
+    if (_numbers(ours) or ()) < least:
+        raise _problem(name, origin, f" needs eventbus {wanted} or newer, and this is {ours}; upgrade eventbus")
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _numbers(text: str) -> tuple[int, ...] | None:
     """The release of a version, trailing zeros apart."""
     found = re.match(r"\d+(\.\d+)*", text)
     if found is None:
-        raise ConfigurationError(f"{text} is no version; write it as 1.2")
+        return None
     numbers = [int(part) for part in found[0].split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()
@@ -173,7 +185,7 @@ def _chosen(name: str, given: Mapping[str, Any]) -> tuple[Choice, dict[str, Any]
     return Choice(lists.get("queues"), lists.get("except_queues", ())), own
 
 
-def _validated(name: str, model: Any, given: Mapping[str, Any]) -> BaseModel:
+def _validated(name: str, origin: str, model: type[BaseModel], given: Mapping[str, Any]) -> BaseModel:
     for key in given:
         if key not in model.model_fields:
             known = [*model.model_fields, *_CHOICE]
@@ -181,14 +193,17 @@ def _validated(name: str, model: Any, given: Mapping[str, Any]) -> BaseModel:
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
             raise ConfigurationError(f"unknown setting {key} of plugin {name}; {hint}")
     try:
-        settings: BaseModel = model(**given)
+        return model(**given)
     except ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"
             for problem in error.errors()
         )
         raise ConfigurationError(f"invalid setting of plugin {name}: {problems}") from None
-    return settings
+    except BaseException as error:
+        if passes(error):
+            raise
+        raise _problem(name, origin, f": its Settings failed: {brief(error)}") from error
 
 
 def _known(point: EntryPoint) -> Known:
@@ -200,5 +215,16 @@ def _origin(point: EntryPoint) -> str:
     return f"entry point {known.value} of {known.distribution}"
 
 
-def _brief(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+def _problem(name: str, origin: str, text: str) -> ConfigurationError:
+    return ConfigurationError(f"plugin {name} ({origin}){text}")
+
+
+def brief(error: BaseException) -> str:
+    """Its class and what it says, on one line."""
+    try:
+        said = str(error)
+    except BaseException as problem:
+        if passes(problem):
+            raise
+        said = "(it cannot say what)"
+    return f"{type(error).__name__}: {' '.join(said.split())}"

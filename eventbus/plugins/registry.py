@@ -7,23 +7,23 @@ it is logged and left out. What is called again and again is asked for once, as 
 from __future__ import annotations
 
 import asyncio
-import difflib
 import inspect
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
-
-import pluggy
+from typing import Any, Final, TypeVar
 
 from eventbus.errors import ConfigurationError, passes
-from eventbus.hookspecs import PROJECT, SPECIFICATIONS
-from eventbus.plugins.loading import Plugin, configured, load
-from eventbus.plugins.values import Duty, Migration
+from eventbus.plugins.checking import Manager, check, listed
+from eventbus.plugins.loading import Plugin, brief, configured, load
+from eventbus.plugins.values import Duty, Migration, Page, WorkerHandle
 from eventbus.settings import Settings, plugin_name
 
 log = logging.getLogger("eventbus")
+
+Value = TypeVar("Value")
 
 _PATIENCE: Final = 5.0
 """Seconds for which an async hook of a worker's life is awaited."""
@@ -64,7 +64,7 @@ class Complaints:
         times = self._silent.pop(about, 0)
         more = f" ({times} more times in the last minutes)" if times else ""
         log.error(
-            "plugin %s: %s failed and is left out%s: %s: %s", plugin, hook, more, type(error).__name__, error,
+            "plugin %s: %s failed and is left out%s: %s", plugin, hook, more, brief(error),
             exc_info=error, extra={"plugin": plugin, "hook": hook},
         )  # fmt: skip
 
@@ -78,16 +78,18 @@ class Plugins:
     def __init__(self, plugins: Iterable[Plugin] = (), problems: Sequence[ConfigurationError] = ()) -> None:
         self.complaints = Complaints()
         self._problems = list(problems)
-        self._manager = pluggy.PluginManager(PROJECT)
-        for specification in SPECIFICATIONS:
-            self._manager.add_hookspecs(specification)
+        self._manager = Manager()
         self._plugins: dict[str, Plugin] = {}
         for plugin in plugins:
             try:
-                self._check(plugin)
-                self._plugins[plugin.name] = plugin
+                check(plugin)
             except ConfigurationError as problem:
                 self._problems.append(problem)
+                continue
+            if plugin.name in self._plugins:
+                self._problems.append(ConfigurationError(f"there are two plugins named {plugin.name}"))
+            else:
+                self._plugins[plugin.name] = plugin
         for plugin in reversed(self._plugins.values()):  # pluggy calls the last one first
             self._manager.register(plugin.instance, plugin.name)
 
@@ -133,14 +135,21 @@ class Plugins:
                 answer = implementation(**given)
             except ConfigurationError:
                 raise
-            except (Exception, SystemExit) as error:
-                plugin = implementation.plugin
-                raise ConfigurationError(
-                    f"plugin {plugin.name} ({plugin.origin}): {hook} failed: {type(error).__name__}: {error}"
-                ) from error
+            except BaseException as error:
+                if passes(error):
+                    raise
+                raise implementation.plugin.problem(f"{hook} failed: {brief(error)}") from error
             if answer is not None:
                 answers.append((implementation.plugin, answer))
         return answers
+
+    def gather(self, hook: str, kind: type[Value], /, **given: Any) -> list[tuple[Plugin, Value]]:
+        """The values that all of them list while something starts.
+
+        Raises :class:`~eventbus.ConfigurationError` naming the one that raised, or that listed something else.
+        """
+        answers = self.ask(hook, **given)
+        return [(plugin, value) for plugin, answer in answers for value in listed(plugin, hook, answer, kind)]
 
     def tell(self, implementations: Iterable[Implementation], **given: Any) -> list[Any]:
         """Call them; what they answer, None left out. Whoever raises is logged and left out."""
@@ -158,24 +167,33 @@ class Plugins:
         return answers
 
     async def live(self, hook: str, **given: Any) -> None:
-        """Call a hook of a worker's life; what is async is awaited, for five seconds at most."""
+        """Call a hook of a worker's life; what is async is awaited, for five seconds at most, then left behind."""
         for implementation in self.of(hook):
+            name = implementation.plugin.name
             try:
-                async with asyncio.timeout(_PATIENCE):
-                    answer = implementation(**given)
-                    if inspect.isawaitable(answer):
-                        await answer
+                answer = implementation(**given)
+                if not inspect.isawaitable(answer):
+                    continue
+                task = asyncio.ensure_future(answer)
+                try:
+                    _, late = await asyncio.wait({task}, timeout=_PATIENCE)
+                finally:
+                    task.cancel()
+                if late:
+                    self.complaints.failed(name, hook, TimeoutError(f"it took longer than {_PATIENCE:g} s"))
+                else:
+                    task.result()
             except BaseException as error:
                 if passes(error):
                     raise
-                self.complaints.failed(implementation.plugin.name, hook, error)
+                self.complaints.failed(name, hook, error)
 
     def migrations(self) -> list[tuple[str, Migration]]:
         """The steps of the plugins' tables, with the name of the plugin: by plugin, then by name."""
-        steps = [(plugin.name, step) for plugin, given in self.ask("eventbus_migrations") for step in given]
-        for name, step in steps:
-            if not isinstance(step, Migration):
-                raise ConfigurationError(f"plugin {name}: eventbus_migrations returns Migration objects, not {step!r}")
+        steps = [(plugin.name, step) for plugin, step in self.gather("eventbus_migrations", Migration)]
+        for (name, step), times in Counter((name, step.name) for name, step in steps).items():
+            if times > 1:
+                raise ConfigurationError(f"plugin {name}: eventbus_migrations returns two steps named {step}")
         return sorted(steps, key=lambda pair: (pair[0], pair[1].name))
 
     def rights(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -184,41 +202,14 @@ class Plugins:
 
     def duties(self, settings: Settings) -> list[tuple[str, Duty]]:
         """The upkeep of the plugins' tables, with the name of the plugin."""
-        return [
-            (plugin.name, duty) for plugin, given in self.ask("eventbus_duties", settings=settings) for duty in given
-        ]
+        return [(plugin.name, duty) for plugin, duty in self.gather("eventbus_duties", Duty, settings=settings)]
 
-    def _check(self, plugin: Plugin) -> None:
-        """Raise what is wrong with the hooks of a plugin."""
-        known = {name for part in SPECIFICATIONS for name in vars(part) if name.startswith(f"{PROJECT}_")}
-        if plugin.name in self._plugins:
-            raise ConfigurationError(f"there are two plugins named {plugin.name}")
-        for name in dir(type(plugin.instance)) if not inspect.ismodule(plugin.instance) else dir(plugin.instance):
-            marked = getattr(getattr(plugin.instance, name, None), f"{PROJECT}_impl", None) is not None
-            hint = difflib.get_close_matches(name, known, n=1)
-            if marked and name not in known:
-                better = f"did you mean {hint[0]}?" if hint else "see eventbus.hookspecs"
-                raise ConfigurationError(f"plugin {plugin.name} ({plugin.origin}): there is no hook {name}; {better}")
-            if not marked and (name in known or (name.startswith(f"{PROJECT}_") and hint)):
-                raise ConfigurationError(
-                    f"plugin {plugin.name} ({plugin.origin}): {name} is not marked; put @hookimpl above it"
-                )
-        self._check_arguments(plugin)
-
-    def _check_arguments(self, plugin: Plugin) -> None:
-        trial = pluggy.PluginManager(PROJECT)
-        for specification in SPECIFICATIONS:
-            trial.add_hookspecs(specification)
-        try:
-            trial.register(plugin.instance, plugin.name)
-        except (pluggy.PluginValidationError, ValueError) as error:
-            problem = " ".join(str(error).split())
-            raise ConfigurationError(f"plugin {plugin.name} ({plugin.origin}): {problem}") from None
-        for caller in trial.get_hookcallers(plugin.instance) or []:
-            if any(each.hookwrapper or each.wrapper for each in caller.get_hookimpls()):
-                raise ConfigurationError(
-                    f"plugin {plugin.name} ({plugin.origin}): {caller.name} is a hook wrapper; only plain hooks exist"
-                )
+    def pages(self, worker: WorkerHandle) -> dict[str, list[Page]]:
+        """The pages of the HTTP port, by the name of the plugin."""
+        pages: dict[str, list[Page]] = {}
+        for plugin, page in self.gather("eventbus_pages", Page, worker=worker):
+            pages.setdefault(plugin.name, []).append(page)
+        return pages
 
 
 def loaded(settings: Settings, own: Sequence[Any] = (), *, configure: bool = False) -> Plugins:

@@ -40,7 +40,7 @@ class DutyWatch:
             [(ours,)] = await self._rows(_TURN, (self._name, self._duty.every))
             if not ours:
                 return
-            removed = await self._duty.run(self._rows)
+            removed: object = await self._duty.run(self._rows)
         except (psycopg.Error, Unavailable) as error:
             if not self._failing:
                 log.warning("the duty %s failed, and is tried again: %s", self._name, " ".join(str(error).split()))
@@ -49,7 +49,7 @@ class DutyWatch:
         if self._failing:
             log.info("the duty %s works again", self._name)
         self._failing = False
-        if removed:
+        if isinstance(removed, int) and removed:
             log.debug("the duty %s removed %d rows", self._name, removed, extra={"removed": removed})
 
 

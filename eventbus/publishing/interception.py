@@ -7,6 +7,7 @@ where no plugin wants anything.
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +25,7 @@ from eventbus.topics import MAX_HEADERS_BYTES, bytes_of_headers, validate_header
 
 _AROUND = "eventbus_around_publish"
 _AMEND = "eventbus_amend_headers"
+_VETO = "eventbus_veto_publish"
 
 
 class Interception:
@@ -33,7 +35,7 @@ class Interception:
         self._plugins = plugins
         self._sender = sender
         self._around = plugins.of(_AROUND)
-        self._veto = plugins.of("eventbus_veto_publish")
+        self._veto = plugins.of(_VETO)
         self._amend = plugins.of(_AMEND)
         self._hooks = bool(self._around or self._veto or self._amend)
 
@@ -45,12 +47,12 @@ class Interception:
     @contextmanager
     def publish(self, given: Sequence[OutboxEvent], rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
         """The rows to send, inside what plugins put around them. Raises :class:`~eventbus.errors.PublishVetoed`."""
-        events = [replace(event, event_id=row.event_id) for event, row in zip(given, rows, strict=True)]
+        events = tuple(replace(event, event_id=row.event_id) for event, row in zip(given, rows, strict=True))
         entered: list[tuple[str, Any]] = []
-        for implementation in self._around:
-            for manager in self._plugins.tell([implementation], events=events):
-                self._enter(implementation.plugin.name, manager, entered)
         try:
+            for implementation in self._around:
+                for manager in self._plugins.tell([implementation], events=events):
+                    self._enter(implementation.plugin.name, manager, entered)
             for event in events:
                 self._ask(event)
             yield [self._amended(event, row) for event, row in zip(events, rows, strict=True)]
@@ -64,7 +66,10 @@ class Interception:
     def _ask(self, event: OutboxEvent) -> None:
         for implementation in self._veto:
             for reason in self._plugins.tell([implementation], event=event):
-                raise PublishVetoed(implementation.plugin.name, event.topic, str(reason))
+                if isinstance(reason, str) and reason.strip():
+                    raise PublishVetoed(implementation.plugin.name, event.topic, reason)
+                problem = TypeError(f"returns a reason, or None to let it pass; not {reprlib.repr(reason)}")
+                self._plugins.complaints.failed(implementation.plugin.name, _VETO, problem)
 
     def _amended(self, event: OutboxEvent, row: Row) -> Row:
         if not self._amend:

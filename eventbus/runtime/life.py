@@ -148,6 +148,6 @@ class Life:
         if self._settings.http_port is None:
             return
         plugins = self._reporter.plugins
-        pages = {plugin.name: given for plugin, given in plugins.ask("eventbus_pages", worker=self._handle)}
+        pages = plugins.pages(self._handle)
         self._pages = PageServer(self._settings.http_host, self._settings.http_port, pages, plugins.complaints)
         self._pages.start()
