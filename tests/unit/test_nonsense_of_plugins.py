@@ -409,3 +409,14 @@ async def test_a_call_that_is_cancelled_leaves_all_that_was_entered(waits: str, 
     assert them.notes == [*handled, "first left", "outer left"]
     with pytest.raises(RuntimeError, match="cannot reuse"):
         await attempt
+
+
+def test_two_steps_of_one_name_are_refused_before_one_of_them_is_lost() -> None:
+    step = Migration("0001_notes", "-- Notes.\nCREATE TABLE {schema}.notes (n integer);")
+    twice = loaded(SETTINGS, [plugin_with("eventbus_migrations", lambda: [step, step])])
+    with pytest.raises(
+        ConfigurationError, match="plugin faulty: eventbus_migrations returns two steps named 0001_notes"
+    ):
+        twice.migrations()
+    others = [type(name, (), {"eventbus_migrations": hookimpl(lambda self: [step])})() for name in ("One", "Two")]  # noqa: ARG005
+    assert [name for name, _ in loaded(SETTINGS, others).migrations()] == ["one", "two"]
