@@ -418,5 +418,5 @@ def test_two_steps_of_one_name_are_refused_before_one_of_them_is_lost() -> None:
         ConfigurationError, match="plugin faulty: eventbus_migrations returns two steps named 0001_notes"
     ):
         twice.migrations()
-    others = [type(name, (), {"eventbus_migrations": hookimpl(lambda self: [step])})() for name in ("One", "Two")]  # noqa: ARG005
+    others = [type(name, (), {"eventbus_migrations": hookimpl(lambda self: [step])})() for name in ("One", "Two")]
     assert [name for name, _ in loaded(SETTINGS, others).migrations()] == ["one", "two"]
