@@ -5,7 +5,8 @@ arguments that it wants. The plugins named in the setting ``plugins`` are called
 Where a hook has a ``queue``, the settings ``queues`` and ``except_queues`` of a plugin choose for which it is called.
 
 What a hook raises while the bus works is logged with the names of the plugin and the hook, and changes nothing: the
-event, the claim or the page is treated as if the plugin had no such hook. While the bus starts, it stops the start.
+event, the claim or the page is treated as if the plugin had no such hook. While the bus starts, it stops the start, as
+does a hook that is async or a generator where nobody would run it.
 A hook that nobody implements costs nothing.
 """
 
@@ -136,7 +137,7 @@ class Consuming:
 
 
 class Life:
-    """The life of a worker. An async method is awaited, for five seconds at most."""
+    """The life of a worker. Where a hook may return an awaitable, an async method is awaited, five seconds at most."""
 
     @hookspec
     def eventbus_worker_starting(self, worker: WorkerHandle) -> Awaitable[None] | None:

@@ -104,7 +104,9 @@ class Result:
 class Settled(Protocol):
     """A group of deliveries of one queue whose outcomes were stored together."""
 
-    queue: str
+    @property
+    def queue(self) -> str:
+        """Its name."""
 
     @property
     def counts(self) -> Mapping[OutcomeName, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Self
 
@@ -47,6 +48,8 @@ class Options(BaseModel):
     def _check(self) -> Self:
         if self.longest_pause < self.first_pause:
             raise ValueError(f"longest_pause ({self.longest_pause:g} s) is shorter than first_pause")
+        if inspect.iscoroutinefunction(self.counts):
+            raise ValueError("counts is an async function; it is called on the event loop and has to answer at once")
         return self
 
     def pause(self, trips: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from eventbus_circuit_breaker.health import findings
 from eventbus_circuit_breaker.options import Options, counts_by_default
 from eventbus_circuit_breaker.switching import Switch
 
+log = logging.getLogger("eventbus")
+
 
 class CircuitBreaker:
     """Pauses a queue whose handler keeps failing, tries it with one event at a time, and lets it go on by itself."""
@@ -24,6 +27,7 @@ class CircuitBreaker:
         self._options = settings
         self._counts = settings.counts or counts_by_default
         self._switch: Switch | None = None
+        self._complained = False
 
     @hookimpl
     def eventbus_migrations(self) -> Sequence[Migration]:
@@ -48,7 +52,17 @@ class CircuitBreaker:
         """Count it; while the breaker is open, or about to, its event comes back later and has lost no attempt."""
         if self._switch is None:
             return None
-        return self._switch.failed(queue, failure, counts=self._counts(failure))
+        return self._switch.failed(queue, failure, counts=self._counted(failure))
+
+    def _counted(self, failure: Failure) -> bool:
+        """Whether it counts; where the program's own predicate fails, the one that is there without it decides."""
+        try:
+            return bool(self._counts(failure))
+        except Exception:
+            if not self._complained:
+                log.exception("circuit breaker: the function counts failed; failures count as if there were none")
+            self._complained = True
+            return counts_by_default(failure)
 
     @hookimpl
     def eventbus_settled(self, queue: str, settled: Settled) -> None:

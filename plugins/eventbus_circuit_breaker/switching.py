@@ -30,6 +30,8 @@ _LOOK: Final = 1.0
 """Seconds between two looks at how many calls have ended."""
 _LOOKS: Final = (0.01, 0.5)
 """Shortest and longest time in seconds between two looks at the calls that still run."""
+_UNTOLD: Final = 2.0
+"""Seconds after a probe that told nothing until there may be another one."""
 _CUT: Final = 300
 """Letters of an error's message that are kept."""
 
@@ -136,6 +138,9 @@ class Switch:
             self._say_closed(queue, closing)
 
     async def _free(self, queue: str) -> None:
+        """Not at once: the next one may tell nothing either, and so on."""
+        if not self._draining:
+            await asyncio.sleep(min(_UNTOLD, self._options.first_pause))
         deadline = time.monotonic() + self._options.probe_timeout
         await self._insist(lambda: self._worker.free_probe(queue, SOURCE), deadline)
 

@@ -174,7 +174,8 @@ async def test_a_successful_probe_closes_it(play: Play, outcome: Any, caplog: py
 
 
 @pytest.mark.parametrize("outcome", ["duplicate", "released", "parked", "deferred", "dead", "retry"])
-async def test_a_probe_that_told_nothing_lets_another_event_try(play: Play, outcome: Any) -> None:
+async def test_a_probe_that_told_nothing_lets_another_event_try(outcome: Any) -> None:
+    play = Play(first_pause=0.1)
     play.settle(new_result(outcome, queue="q", probe=True))
     await play.carry_out()
     assert play.asked("free_probe") == [("free_probe", "q", "circuit_breaker")]
@@ -353,3 +354,29 @@ async def test_an_error_with_control_characters_or_that_cannot_be_shown_is_told_
     play.worker.answers.append(OPENED)
     await play.carry_out()
     assert play.worker.statements[-1][1][3] == f"OSError: a b {'c' * 1_000}"[:300]
+
+
+async def test_one_probe_after_the_other_that_tells_nothing_is_not_a_handler_that_is_called_all_the_time() -> None:
+    play, began = Play(first_pause=0.3), time.monotonic()
+    play.settle(new_result("dead", queue="q", probe=True))
+    await play.carry_out()
+    assert play.asked("free_probe")
+    assert time.monotonic() - began > 0.29
+
+
+def test_a_predicate_that_fails_counts_as_if_there_were_none(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(_failure: Failure) -> bool:
+        raise KeyError("predicate")
+
+    plugin = CircuitBreaker(Options().model_copy(update={"counts": broken}))
+    assert plugin._counted(new_failure(OSError("away")))
+    assert not plugin._counted(new_failure(PayloadMismatch("no")))
+    assert caplog.text.count("the function counts failed") == 1
+
+
+def test_an_async_predicate_is_refused() -> None:
+    async def late(_failure: Failure) -> bool:
+        return True
+
+    with pytest.raises(ValidationError, match="async function"):
+        Options.model_validate({"counts": late})
