@@ -17,6 +17,7 @@ from eventbus.testing.plugins import PluginBench
 from eventbus.testing.values import new_event, new_failure, new_queue, new_result, new_settled
 from eventbus.testing.workers import BenchWorker
 from eventbus_circuit_breaker import closed, opened
+from eventbus_circuit_breaker.options import Options
 from eventbus_circuit_breaker.plugin import CircuitBreaker
 from eventbus_circuit_breaker.tests.failing import failure
 
