@@ -49,7 +49,10 @@ class Manager(pluggy.PluginManager):
 
 
 def check(plugin: Plugin) -> None:
-    """Raise :class:`~eventbus.ConfigurationError` if it has no hooks, or for the first that is wrong."""
+    """Raise :class:`~eventbus.ConfigurationError` if it is no plugin, or for the first hook that is wrong.
+
+    A class, an object of one or a module may have no hooks, as when it only connects signals.
+    """
     hooks = dict(_marked(plugin.instance))
     for name in _names(plugin.instance):
         close = difflib.get_close_matches(name, _HOOKS, n=1)
@@ -58,10 +61,9 @@ def check(plugin: Plugin) -> None:
             raise plugin.problem(f"there is no hook {name}; {better}")
         if name not in hooks and (name in _HOOKS or (name.startswith(f"{PROJECT}_") and close)):
             raise plugin.problem(f"{name} is not marked; put @hookimpl above it")
-    if not hooks:
-        raise plugin.problem(
-            f"{reprlib.repr(plugin.instance)} has no hooks; a plugin is a class, an object or a module that has some"
-        )
+    if type(plugin.instance).__module__ == "builtins" and not inspect.ismodule(plugin.instance):
+        shown = reprlib.repr(plugin.instance)
+        raise plugin.problem(f"{shown} is no plugin; one is a class, an object of a class of its own or a module")
     for name, function in hooks.items():
         _check_kind(plugin, name, function)
     _check_arguments(plugin)

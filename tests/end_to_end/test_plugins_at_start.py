@@ -110,7 +110,7 @@ CASES = {
         "class Plugin:\n    @hookimpl\n    async def eventbus_settled(self): ...",
         (*WHERE, "eventbus_settled is not awaited; write it as def"),
     ),
-    "no plugin at all": Case("Plugin = 42", (*WHERE, "42 has no hooks")),
+    "no plugin at all": Case("Plugin = 42", (*WHERE, "42 is no plugin")),
     "settings of no model": Case(
         "class Plugin:\n    Settings = 42", (*WHERE, "Settings has to be a class, a pydantic model; it is 42")
     ),

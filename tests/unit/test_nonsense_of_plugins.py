@@ -128,10 +128,6 @@ class Static:
     async def eventbus_settled() -> None: ...
 
 
-class NoHooks:
-    """Nothing."""
-
-
 class AnswersEverything:
     def __getattr__(self, name: str) -> Any:
         return lambda *_: name
@@ -156,7 +152,6 @@ class WithoutNames(Good):
         (Static, "eventbus_settled is not awaited"),
         (Generator, "eventbus_veto_publish is a generator, which nobody runs"),
         (AsyncGenerator, "eventbus_worker_ready is an async generator, which nobody runs"),
-        (NoHooks, "has no hooks; a plugin is a class, an object or a module that has some"),
         (WithoutNames(), "its hooks cannot be found: SystemExit: 5"),
         (plugin_with("eventbus_configure", raises(SystemExit(3))), "eventbus_configure failed: SystemExit: 3"),
         (plugin_with("eventbus_configure", raises(asyncio.CancelledError())), "eventbus_configure failed: Cancelled"),
@@ -176,14 +171,20 @@ def test_settings_that_fail_in_their_own_way_are_named() -> None:
     assert "its Settings failed: KeyError: 2" in str(found)
 
 
-@pytest.mark.parametrize("attribute", ["NOTHING", "NUMBER", "TEXT", "ANYTHING", "function"])
+@pytest.mark.parametrize("attribute", ["NOTHING", "NUMBER", "TEXT", "function"])
 def test_an_attribute_that_is_no_plugin_is_refused(attribute: str) -> None:
     plugins, problems = load(Settings(plugins=(f"{__name__}:{attribute}",)))
     found = Plugins(plugins, problems).problems
-    assert ["has no hooks" in str(each) and __name__ in str(each) for each in found] == [True]
+    assert ["is no plugin" in str(each) and __name__ in str(each) for each in found] == [True]
 
 
 NOTHING, NUMBER, TEXT, ANYTHING = None, 42, "a text", AnswersEverything()
+
+
+def test_an_object_that_answers_everything_is_asked_nothing() -> None:
+    plugins, problems = load(Settings(plugins=(f"{__name__}:ANYTHING",)))
+    assert not Plugins(plugins, problems).problems
+    assert [plugin.settings for plugin in plugins] == [None]
 
 
 def function() -> None: ...
