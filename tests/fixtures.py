@@ -13,6 +13,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import hypothesis
 import psycopg
@@ -20,9 +21,35 @@ import pytest
 
 from tests.servers import MACHINE_DSN, Cluster, Dropping, Server, installed, remove_abandoned_clusters
 
+if TYPE_CHECKING:
+    from eventbus.plugins.registry import Plugins
+    from eventbus.postgres.privileges import Right
+
 MACHINE = 15
 NewCluster = Callable[..., Cluster]
 ServerOf = Callable[[int], Server]
+
+
+def migrated(dsn: str, schema: str = "eventbus") -> list[str]:
+    """Install the bus's schema with the tables of the plugins that are on by default; the steps that were applied."""
+    from eventbus.postgres.migrate import migrate
+
+    return migrate(dsn, schema, default_plugins().migrations())
+
+
+def default_plugins() -> Plugins:
+    """Those that are in use when the settings say nothing."""
+    from eventbus.plugins.registry import loaded
+    from eventbus.settings import Settings
+
+    return loaded(Settings())
+
+
+def consuming_rights() -> list[Right]:
+    """What a role needs to consume with the plugins that are on by default."""
+    from eventbus.postgres.privileges import CONSUME, Right
+
+    return [*CONSUME, *(Right(table, privileges) for table, privileges in default_plugins().rights())]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -81,18 +108,13 @@ def template_of(server_of: ServerOf, run: str) -> Iterator[Callable[[int], str]]
 
     Nobody may connect to it, so that it can be cloned at any time.
     """
-    from eventbus.plugins.registry import loaded
-    from eventbus.postgres.migrate import migrate
-    from eventbus.settings import Settings
-
-    steps = loaded(Settings()).migrations()
     with ExitStack() as stack:
 
         @functools.cache
         def make(major: int) -> str:
             server = server_of(major)
             name = stack.enter_context(server.database(run))
-            migrate(server.dsn(name), "eventbus", steps)
+            migrated(server.dsn(name))
             with psycopg.connect(server.admin_dsn, autocommit=True) as admin:
                 admin.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
             return name

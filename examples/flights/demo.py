@@ -20,6 +20,7 @@ from rich.console import Console
 
 from eventbus.bus import EventBus
 from eventbus.errors import EventBusError
+from eventbus.plugins.registry import loaded
 from eventbus.postgres.migrate import migrate
 from eventbus.settings import Settings
 from examples.flights import database, dataset
@@ -91,7 +92,7 @@ def run(place: Place, count: int | None, console: Console) -> Result:
     However the call ends, no consumer process outlives it.
     """
     frame = dataset.read(count)
-    migrate(place.dsn, place.settings.schema_name)
+    migrate(place.dsn, place.settings.schema_name, loaded(place.settings).migrations())
     database.create_tables(place.environment)
     with database.connect(place.environment) as connection:
         look = Look(connection, place.settings.schema_name, frame)

@@ -25,9 +25,9 @@ from psycopg.conninfo import conninfo_to_dict
 from eventbus.cli import GROUPS
 from eventbus.cli.options import Commands, new_app
 from eventbus.plugins.registry import Plugins, loaded
-from eventbus.postgres.migrate import migrate
 from eventbus.settings import PREFIX, Settings
 from tests.documents import ROOT, Page, pages
+from tests.fixtures import migrated
 
 PAGES = pages()
 LANGUAGES = {"python", "bash", "sql", "text", "json", "toml", "ini", "yaml", "mermaid"}
@@ -79,7 +79,7 @@ each_page_with_code = pytest.mark.parametrize(
 @pytest.fixture
 def home(empty_dsn: str) -> str:
     """A database in which the bus was installed. Not a clone of one: that would be paused like a restored copy."""
-    migrate(empty_dsn, "eventbus")
+    migrated(empty_dsn)
     return empty_dsn
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from eventbus import cli
 from eventbus.cli.failures import masked
 from eventbus.cli.screen import Screen
 from eventbus.postgres import privileges
-from eventbus.postgres.migrate import migrate, migrations
+from eventbus.postgres.migrate import migrations
+from tests.fixtures import consuming_rights, default_plugins, migrated
 from tests.postgres.line import DEAD, RETRY, Line
 from tests.waiting import wait_until
 
@@ -97,7 +98,7 @@ def new_role(conn: psycopg.Connection, dsn: str) -> Iterator[Callable[..., tuple
     """Make a role with some rights: its name and its DSN."""
     made: list[str] = []
 
-    def new(rights: tuple[privileges.Right, ...]) -> tuple[str, str]:
+    def new(rights: Sequence[privileges.Right]) -> tuple[str, str]:
         name = f"eventbus_test_{uuid.uuid4().hex[:12]}"
         conn.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
         made.append(name)
@@ -209,7 +210,7 @@ def test_unknown_names_are_usage_errors(on: Run, monkeypatch: pytest.MonkeyPatch
 
 
 def test_options_may_stand_before_and_after_the_command(bus: Run, dsn: str) -> None:
-    migrate(dsn, "Other-bus")
+    migrated(dsn, "Other-bus")
     assert bus("--dsn", dsn, "publish", "a.b", "--schema", "Other-bus").code == 0
     for arguments in (
         ("--dsn", dsn, "--schema", "Other-bus", "--json", "queues"),
@@ -266,10 +267,10 @@ def test_the_page_on_the_command_line_has_every_option_of_the_larger_commands(bu
 
 @pytest.mark.parametrize(
     ("needs", "role"),
-    [(privileges.PUBLISH, "shop_web"), (privileges.CONSUME, "shop_worker")],
+    [(privileges.PUBLISH, "shop_web"), (consuming_rights(), "shop_worker")],
     ids=["publish", "consume"],
 )
-def test_the_rights_on_the_page_are_those_that_the_tests_grant(needs: tuple[privileges.Right, ...], role: str) -> None:
+def test_the_rights_on_the_page_are_those_that_the_tests_grant(needs: Sequence[privileges.Right], role: str) -> None:
     assert "\n".join(["```sql", *privileges.grants(needs, "eventbus", role), "```"]) in PAGE
 
 
@@ -281,7 +282,7 @@ def test_ten_migrations_at_once_all_succeed_and_apply_each_step_once(process: St
     answers = [(*one.communicate(timeout=60), one.returncode) for one in running]
     assert {code for _, _, code in answers} == {0}
     applied = sorted(name for out, _, _ in answers for name in json.loads(out)["applied"])
-    assert applied == [migration.name for migration in migrations("eventbus")]
+    assert applied == [migration.name for migration in migrations("eventbus", default_plugins().migrations())]
 
 
 def test_no_command_but_migrate_touches_the_schema_of_a_server_of_yours(bus: Run, empty_dsn: str) -> None:
@@ -289,7 +290,9 @@ def test_no_command_but_migrate_touches_the_schema_of_a_server_of_yours(bus: Run
     bus("publish", "a", "--dsn", empty_dsn).refused(1, "eventbus migrate")
     plan = bus("migrate", "--plan", "--dsn", empty_dsn)
     assert plan.code == 0
-    assert [row.split("\t")[0] for row in plan.out.splitlines()[1:]] == [step.name for step in migrations("eventbus")]
+    assert [row.split("\t")[0] for row in plan.out.splitlines()[1:]] == [
+        step.name for step in migrations("eventbus", default_plugins().migrations())
+    ]
     with psycopg.connect(empty_dsn) as connection:
         assert connection.execute("SELECT to_regnamespace('eventbus')").fetchone() == (None,)
 
@@ -607,7 +610,7 @@ def test_unknown_queues_and_missing_rights_end_a_worker_before_it_starts(
     worker = process("consume", "shop", "--queues", "nope", dsn=dsn)
     _, err = worker.communicate(timeout=60)
     assert (worker.returncode, "unknown queue 'nope'; known: q" in err) == (2, True), err
-    role, as_role = new_role(privileges.CONSUME)
+    role, as_role = new_role(consuming_rights())
     worker = process("consume", "shop", "--until-idle", dsn=as_role)
     _, err = worker.communicate(timeout=60)
     assert (worker.returncode, "restored" in err, "eventbus resume" in err) == (1, True, True), "a clone looks restored"
@@ -938,5 +941,5 @@ def test_a_role_that_only_consumes_is_told_in_one_line_what_is_left_to_the_owner
     bus: Run, conn: psycopg.Connection, new_role: Callable[..., tuple[str, str]], command: tuple[str, ...]
 ) -> None:
     conn.execute("""SELECT eventbus.declare_queues('[{"name": "receipts", "patterns": ["a"]}]')""")
-    _, as_role = new_role(privileges.CONSUME)
+    _, as_role = new_role(consuming_rights())
     bus(*command, "--dsn", as_role).refused(2, "permission denied", "run this as the owner of the schema")

@@ -16,10 +16,9 @@ from psycopg import conninfo
 
 from eventbus.bus import EventBus
 from eventbus.errors import Unavailable
-from eventbus.postgres.migrate import migrate
 from eventbus.settings import load
 from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene, one_server
-from tests.fixtures import NewCluster
+from tests.fixtures import NewCluster, migrated
 from tests.servers import Cluster
 from tests.waiting import wait_until
 
@@ -55,7 +54,7 @@ def failed_statements(admin: psycopg.Connection) -> int:
 @pytest.fixture
 def outage(owned_cluster: Cluster, new_scene: NewScene) -> tuple[Cluster, Scene]:
     """A scenario on a server that may be stopped."""
-    migrate(owned_cluster.dsn(), "eventbus")
+    migrated(owned_cluster.dsn())
     return owned_cluster, new_scene(owned_cluster.dsn())
 
 
@@ -329,7 +328,7 @@ def test_ntf_03_a_full_notification_queue_makes_no_publish_fail_and_loses_no_eve
     new_cluster: NewCluster, new_scene: NewScene
 ) -> None:
     cluster = new_cluster(18, max_notify_queue_pages=64)
-    migrate(cluster.dsn(), "eventbus")
+    migrated(cluster.dsn())
     scene = new_scene(cluster.dsn())
     scene.prepare(QUEUE)
     consumer = scene.consume(QUEUE, concurrency=1, poll_interval=0.3)

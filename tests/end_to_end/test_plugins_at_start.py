@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from eventbus.postgres.migrate import migrate
 from tests.end_to_end.distributions import NONE, Folder
+from tests.fixtures import migrated
 
 pytestmark = [pytest.mark.usefixtures("major"), pytest.mark.parametrize("major", [18], indirect=True)]
 
@@ -132,7 +132,7 @@ each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.fixture
 def folder(tmp_path: Path, empty_dsn: str) -> Folder:
     """A program with one handler, on a database in which the bus is installed."""
-    migrate(empty_dsn, "eventbus")
+    migrated(empty_dsn)
     folder = Folder(tmp_path, empty_dsn)
     folder.write("shop.py", SHOP)
     return folder

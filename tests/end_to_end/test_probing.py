@@ -7,9 +7,9 @@ import socket
 import threading
 import time
 
-from eventbus.postgres.migrate import migrate
 from tests.end_to_end.processes import Process
 from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene, one_server
+from tests.fixtures import migrated
 from tests.postgres.severing import Wire
 from tests.servers import Cluster
 from tests.waiting import wait_until
@@ -94,7 +94,7 @@ def let_pass(seconds: float) -> None:
 def test_in_ten_seconds_of_outage_a_worker_makes_a_handful_of_attempts_and_then_all_comes_back(
     owned_cluster: Cluster, new_scene: NewScene
 ) -> None:
-    migrate(owned_cluster.dsn(), "eventbus")
+    migrated(owned_cluster.dsn())
     scene = new_scene(owned_cluster.dsn())
     queues = PLAIN, IN_TASKS, IN_THREADS
     scene.prepare(*queues)

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psycopg
 
 from eventbus.event import OutboxEvent
-from eventbus.postgres.migrate import migrate
 from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene, one_server
+from tests.fixtures import migrated
 from tests.servers import Cluster
 from tests.waiting import wait_until
 
@@ -121,7 +121,7 @@ def test_what_became_due_while_nothing_ran_fires_as_soon_as_a_worker_starts(scen
 def test_delayed_events_survive_a_crash_of_the_server_and_fire_once(
     owned_cluster: Cluster, new_scene: NewScene
 ) -> None:
-    migrate(owned_cluster.dsn(), "eventbus")
+    migrated(owned_cluster.dsn())
     scene = new_scene(owned_cluster.dsn())
     scene.prepare(QUEUE)
     consumer = scene.consume(QUEUE, poll_interval=600)

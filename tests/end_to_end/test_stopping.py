@@ -164,10 +164,10 @@ def test_a_stop_under_full_load_counts_nothing_and_loses_nothing(scene: Scene) -
 def test_a_stop_while_the_server_is_away_ends_in_time_and_what_ran_comes_back(
     new_cluster: NewCluster, new_scene: NewScene, major: int
 ) -> None:
-    from eventbus.postgres.migrate import migrate
+    from tests.fixtures import migrated
 
     cluster = new_cluster(major)
-    migrate(cluster.dsn(), "eventbus")
+    migrated(cluster.dsn())
     scene = new_scene(cluster.dsn())
     scene.prepare(TASKS)
     consumer = scene.consume(TASKS, concurrency=2)

@@ -19,10 +19,10 @@ from eventbus import Event
 from eventbus.bus import EventBus
 from eventbus.errors import ConfigurationError
 from eventbus.postgres import admin
-from eventbus.postgres.migrate import migrate
 from eventbus_prometheus.tests.scraped import Samples, parsed, samples, settings
 from tests.end_to_end.processes import Nursery
 from tests.end_to_end.scene import FAST_RETRY, Scene, one_server, played
+from tests.fixtures import migrated
 from tests.servers import Cluster
 from tests.waiting import wait_until
 
@@ -94,7 +94,7 @@ def test_a_handler_that_blocks_the_event_loop_does_not_blank_the_page(scene: Sce
 def test_without_the_database_the_process_still_tells_what_it_knows(
     owned_cluster: Cluster, tmp_path: Path, nursery: Nursery
 ) -> None:
-    migrate(owned_cluster.dsn(), schema="eventbus")
+    migrated(owned_cluster.dsn())
     with played(owned_cluster.dsn(), tmp_path, nursery) as scene:
         scene.prepare(LEDGER)
         port = watched(scene, LEDGER)
