@@ -68,7 +68,7 @@ class Shop:
         self.dsn = dsn
         self.folder = folder
         self._stack = stack
-        self._bus = EventBus(load({"dsn": dsn}, environment={}, folder=folder))
+        self._bus = EventBus(load({"dsn": dsn, "plugins": ()}, environment={}, folder=folder))
         (folder / "shop.py").write_text(HANDLERS)
         with psycopg.connect(dsn, autocommit=True) as conn:
             resume(conn, SCHEMA)
@@ -77,7 +77,8 @@ class Shop:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("EVENTBUS_")}
         process = subprocess.Popen(
             [PROGRAM, *map(str, arguments)],
-            env=environment | {"EVENTBUS_DSN": self.dsn, "PYTHONPATH": os.pathsep.join(sys.path)},
+            env=environment
+            | {"EVENTBUS_DSN": self.dsn, "EVENTBUS_PLUGINS": "stats", "PYTHONPATH": os.pathsep.join(sys.path)},
             cwd=self.folder,
             text=True,
             stdout=subprocess.PIPE,

@@ -65,7 +65,7 @@ def fall_before_settling(fall: Callable[[], None]) -> None:
 def main(dsn: str, kind: str, point: str, number: str) -> int:
     """Consume; fall once."""
     fall = once(signal.Signals[number])
-    bus = EventBus(load({"dsn": dsn, "lease": 1}, environment={}))
+    bus = EventBus(load({"dsn": dsn, "lease": 1, "plugins": ()}, environment={}))
 
     def plain(event: Event, conn: psycopg.Connection) -> None:
         conn.execute(INSERT, (event.event_id, event.payload))

@@ -28,7 +28,7 @@ async def consumer(dsn: str, conn: psycopg.Connection) -> AsyncIterator[Postgres
     conn.execute(
         'SELECT eventbus.declare_queues(\'[{"name": "keys", "patterns": ["#"], "kind": "ordered", "lanes": 1}]\')'
     )
-    bus = EventBus(load({"dsn": dsn}, environment={}))
+    bus = EventBus(load({"dsn": dsn, "plugins": ()}, environment={}))
     for key in "aab":
         bus.outbox.publish_event("t", {}, key=key, conn=conn, autocommit=True)
     conn.execute("SELECT eventbus.resolve_topics(bindings_version, '{\"t\": [1]}') FROM eventbus.bus")

@@ -43,7 +43,7 @@ class Scene:
     def __init__(self, dsn: str, conn: psycopg.Connection) -> None:
         self.dsn = dsn
         self.conn = conn
-        self.bus = EventBus(load({"dsn": dsn, "lease": 5}, environment={}))
+        self.bus = EventBus(load({"dsn": dsn, "lease": 5, "plugins": ()}, environment={}))
         resume(conn, "eventbus")
         conn.execute("CREATE TABLE effects (event_id uuid, at int, note text)")
         self.declare("books")
@@ -555,7 +555,7 @@ async def test_a_commit_whose_answer_is_lost_is_neither_lost_nor_repeated(
 ) -> None:
     calls: list[int] = []
     with Wire(scene.dsn) as wire:
-        scene.bus = EventBus(load({"dsn": wire.dsn, "lease": 5}, environment={}))
+        scene.bus = EventBus(load({"dsn": wire.dsn, "lease": 5, "plugins": ()}, environment={}))
 
         def work(event: Event, conn: Any) -> Work:
             calls.append(event.attempt)
@@ -584,7 +584,7 @@ async def test_while_no_connection_can_be_made_nothing_counts_as_an_attempt(
     caplog.set_level("INFO", "eventbus")
     attempts: list[int] = []
     with Wire(scene.dsn) as wire:
-        scene.bus = EventBus(load({"dsn": wire.dsn, "lease": 5}, environment={}))
+        scene.bus = EventBus(load({"dsn": wire.dsn, "lease": 5, "plugins": ()}, environment={}))
 
         def work(event: Event, conn: Any) -> Work:
             attempts.append(event.attempt)
@@ -655,7 +655,7 @@ async def test_a_role_with_the_rights_of_a_consumer_is_enough(scene: Scene, kind
         for grant in (*grants(CONSUME, "eventbus", role), f"GRANT INSERT ON effects TO {role}"):
             scene.conn.execute(grant.encode())
         dsn = make_conninfo(scene.dsn, options=f"-c role={role}")
-        scene.bus = EventBus(load({"dsn": dsn, "lease": 5}, environment={}))
+        scene.bus = EventBus(load({"dsn": dsn, "lease": 5, "plugins": ()}, environment={}))
 
         def work(event: Event, conn: Any) -> Work:
             yield conn.execute(*insert(event, str(conn.info.parameter_status("is_superuser"))))
@@ -695,7 +695,7 @@ def fallen(scene: Scene, kind: str, point: str, number: str) -> Iterator[subproc
 async def test_a_worker_that_is_killed_at_any_point_leaves_every_effect_exactly_once(
     scene: Scene, kind: str, point: str
 ) -> None:
-    scene.bus = EventBus(load({"dsn": scene.dsn, "lease": 1}, environment={}))
+    scene.bus = EventBus(load({"dsn": scene.dsn, "lease": 1, "plugins": ()}, environment={}))
     ids = scene.publish(3)
     with fallen(scene, kind, point, "SIGKILL"):
 
@@ -713,7 +713,7 @@ async def test_a_worker_that_is_killed_at_any_point_leaves_every_effect_exactly_
 async def test_a_worker_that_was_frozen_commits_nothing_that_others_have_taken_over_and_goes_on(
     scene: Scene, kind: str, point: str
 ) -> None:
-    scene.bus = EventBus(load({"dsn": scene.dsn, "lease": 1}, environment={}))
+    scene.bus = EventBus(load({"dsn": scene.dsn, "lease": 1, "plugins": ()}, environment={}))
     [first] = scene.publish()
     with fallen(scene, kind, point, "SIGSTOP") as child:
 
