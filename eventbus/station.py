@@ -1,4 +1,4 @@
-"""Builds the parts of a worker for PostgreSQL: five connections, and what runs on each."""
+"""Builds the parts of a worker for PostgreSQL: five connections, one for plugins, and what runs on each."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Station:
         self._links = [Link(settings.dsn, name, self._breaker) for name in ("relay", "claim", "settle", "watch")]
         relaying, claiming, settling, watching = self._links
         self._watching = Watching(watching, calls)
-        self._announcer.look_up, self._announcer.end = self._watching.names, self._watching.end_probe
+        self._announcer.end = self._watching.end_probe
         self._relay_engine = PostgresRelay(relaying, calls, resume_after_restore=settings.on_restore == "resume")
         self._engine = PostgresConsumer(claiming, settling, calls, self._watching)
         self._consumer = Consumer(
@@ -105,6 +105,7 @@ class Station:
         self._tenure = Tenure()
         self._heart = Heartbeat(settings, calls, self._breaker, self._watch())
         self._plugin_connection = PluginConnection(settings, self._breaker)
+        self._announcer.look_up = self._plugin_connection.names
         self._facts = {item.name: facts_of(item, settings.concurrency) for item in subscriptions}
         self._handle = Handle(
             self._facts, self._engine, self._consumer.queues, self._plugin_connection, self._background.begin

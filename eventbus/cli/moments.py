@@ -31,7 +31,6 @@ DryRun = Annotated[
 
 _EARLIEST: Final = datetime(1900, 1, 1, tzinfo=UTC)
 """What is before it begins with it: a server may not be able to write down such a moment in its own time zone."""
-_LONGEST: Final = timedelta(days=36_500)
 _AGE: Final = re.compile(r"\s*\d+(\.\d+)?\s*[smhd]\s*")
 
 
@@ -49,7 +48,7 @@ def _moment(option: str, text: str | None) -> Moment | None:
         return None
     try:
         if _AGE.fullmatch(text):
-            return min(timedelta(seconds=parse_duration(text)), _LONGEST)
+            return timedelta(seconds=parse_duration(text))
         return max(parse_moment(text), _EARLIEST)
     except (ValueError, OverflowError):
         raise typer.BadParameter(

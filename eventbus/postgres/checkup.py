@@ -25,7 +25,7 @@ from eventbus.postgres.statements import Statements
 from eventbus.settings import Settings
 
 _OLDEST_VERSION: Final = 150_000
-_CONNECTIONS_PER_WORKER: Final = 5
+_CONNECTIONS_PER_WORKER: Final = 6
 _LATE: Final = 30.0
 """Seconds after which a committed event should have been relayed."""
 _UNATTENDED: Final = 60.0

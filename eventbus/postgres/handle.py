@@ -61,6 +61,10 @@ class PluginConnection:
                 await self._drop()  # an answer may be on its way
                 raise
 
+    async def names(self) -> dict[int, str]:
+        """The names of all queues by their numbers."""
+        return dict(await self.rows("SELECT q.id, q.name FROM {schema}.queues q"))
+
     async def close(self) -> None:
         """Disconnect."""
         await self._drop()

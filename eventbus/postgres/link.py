@@ -22,7 +22,7 @@ from eventbus.transport import LeaseLost, StatementCancelled
 
 _FORGIVEN_AFTER = 2 * LONGEST_PAUSE
 """Seconds after which a statement that failed is not expected to come again."""
-_CONNECTIONS_PER_WORKER = 5
+_CONNECTIONS_PER_WORKER = 6
 _FULL = ("too many connections", "too many clients", "remaining connection slots")
 """How servers say SQLSTATE 53300 while a connection is made: the client library passes on their text only."""
 

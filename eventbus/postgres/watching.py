@@ -50,11 +50,6 @@ class Watching:
         """The probe was handled well, and whoever paused the queue has not said what follows: end that pause."""
         return await self._answer("end_probe", queue_id, token)
 
-    async def names(self) -> dict[int, str]:
-        """The names of all queues by their numbers."""
-        async with self._turn:
-            return dict(await self._link.rows(self._calls["names"]))
-
     async def _answer(self, call: str, *parameters: Any) -> bool:
         async with self._turn:
             [row] = await self._link.rows(self._calls[call], parameters)

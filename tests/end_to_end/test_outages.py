@@ -66,7 +66,7 @@ def test_dbf_01_no_event_is_lost_or_repeated_when_all_connections_are_cut_while_
     scene.publish("a", *[{"gate": "go"}] * 20)
     scene.wait_for("all", "start", 205)
     wait_until(lambda: scene.check.standing("all").held == 20)
-    assert end_backends(scene) == 5
+    assert end_backends(scene) == 6
     consumer.wait_for_log(BACK)
     scene.open_gate("go")
     scene.check.verify("all")
@@ -83,7 +83,7 @@ def test_an_outage_while_nothing_happens_is_told_once_and_not_again_by_each_conn
     consumer = scene.consume(QUEUE, poll_interval=600)
     scene.publish("a", {"fail": 1})
     scene.check.wait_until_quiet("all")
-    assert end_backends(scene) == 5
+    assert end_backends(scene) == 6
     consumer.wait_for_log(BACK)
     scene.publish("a", {"fail": 1})
     scene.check.wait_until_quiet("all")
@@ -227,7 +227,7 @@ def test_dbf_09_too_few_connections_are_told_with_the_number_that_is_needed_and_
     with role(scene.dsn, "CONNECTION LIMIT 3") as (name, dsn):
         consumer = scene.consume(QUEUE, dsn=dsn, concurrency=10)
         consumer.wait_for_log(TROUBLE)
-        assert "needs 5 connections" in consumer.log
+        assert "needs 6 connections" in consumer.log
         with psycopg.connect(scene.dsn, autocommit=True) as admin:
             admin.execute(f"ALTER ROLE {name} CONNECTION LIMIT 16")
         scene.publish("a", *[{"publish": 2}] * 20)

@@ -8,10 +8,6 @@ SELECT state, more, events, deliveries, fed, unknown, due_in, counts FROM {schem
 -- Every queue's patterns, with the version that they belong to.
 SELECT b.bindings_version, d.queue_id, d.pattern FROM {schema}.bus b LEFT JOIN {schema}.bindings d ON true
 
--- name: names
--- The number and name of every queue.
-SELECT q.id, q.name FROM {schema}.queues q
-
 -- name: resolve
 -- Stores where topics go.
 SELECT {schema}.resolve_topics(%s, %s::json)
