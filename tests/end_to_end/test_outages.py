@@ -345,7 +345,7 @@ def test_ntf_03_a_full_notification_queue_makes_no_publish_fail_and_loses_no_eve
         scene.publish("a", {"gate": "go"}, *[{}] * 5)
         scene.wait_for("all", "start", 32)
         consumer.send(signal.SIGTERM)
-        wait_until(lambda: scene.check.standing("all").retrying == 5)
+        wait_until(lambda: (now := scene.check.standing("all")).waiting + now.retrying == 5)
         scene.open_gate("go")
         assert consumer.wait() == 0
         heir = scene.consume(QUEUE, poll_interval=0.3)

@@ -112,7 +112,7 @@ def test_a_period_that_is_none_is_an_error_that_shows_how_to_write_one(stats: Ru
     assert "2h" in err
 
 
-@pytest.mark.parametrize("since", ["0001-01-01T00:00:00+14:00", "0001-01-01T00:00:00Z", "99999999d"])
+@pytest.mark.parametrize("since", ["0001-01-01T00:00:00+14:00", "0001-01-01T00:00:00Z"])
 @pytest.mark.parametrize("zone", ["UTC", "America/New_York", "Asia/Tokyo"])
 def test_a_period_from_before_anything_is_all_of_it(
     stats: Run, table: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, since: str, zone: str
