@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from eventbus.consuming.subscriptions import Subscription
-from eventbus.errors import passes
 from eventbus.hookspecs import Around, AsyncAround
 from eventbus.plugins.registry import Complaints, Plugins
 from eventbus.plugins.values import Call, QueueFacts
@@ -40,11 +39,11 @@ class Surround:
             self._enter(call, entered)
             came = attempt()
         except BaseException as error:
-            self._leave(entered, error)
+            self.complaints.left(_AROUND, entered, error)
             raise
         if isinstance(came, tuple | list):
             call.outcomes = came
-        self._leave(entered, None)
+        self.complaints.left(_AROUND, entered, None)
         return came
 
     async def running(self, deliveries: Sequence[Delivery], attempt: Awaitable[Came]) -> Came:
@@ -57,11 +56,11 @@ class Surround:
         except BaseException as error:
             if inspect.iscoroutine(attempt):
                 attempt.close()
-            self._leave(entered, error)
+            self.complaints.left(_AROUND, entered, error)
             raise
         if isinstance(came, tuple | list):
             call.outcomes = came
-        self._leave(entered, None)
+        self.complaints.left(_AROUND, entered, None)
         return came
 
     async def _inside(self, call: Call, attempt: Awaitable[Came]) -> Came:
@@ -88,7 +87,7 @@ class Surround:
                 manager.__enter__()
                 entered.append((plugin, manager))
             except BaseException as error:
-                if self._goes_on(plugin, _AROUND, error, None):
+                if self.complaints.goes_on(plugin, _AROUND, error):
                     raise
 
     async def _enter_async(self, call: Call, entered: list[tuple[str, Any]]) -> None:
@@ -98,15 +97,7 @@ class Surround:
                 await manager.__aenter__()
                 entered.append((plugin, manager))
             except BaseException as error:
-                if self._goes_on(plugin, _ASYNC_AROUND, error, None):
-                    raise
-
-    def _leave(self, entered: Sequence[tuple[str, Any]], error: BaseException | None) -> None:
-        for plugin, manager in reversed(entered):
-            try:
-                manager.__exit__(None if error is None else type(error), error, error and error.__traceback__)
-            except BaseException as problem:
-                if self._goes_on(plugin, _AROUND, problem, error):
+                if self.complaints.goes_on(plugin, _ASYNC_AROUND, error):
                     raise
 
     async def _leave_async(self, entered: Sequence[tuple[str, Any]], error: BaseException | None) -> None:
@@ -115,19 +106,10 @@ class Surround:
             try:
                 await manager.__aexit__(None if error is None else type(error), error, error and error.__traceback__)
             except BaseException as problem:  # noqa: BLE001 - raised when all are left
-                if self._goes_on(plugin, _ASYNC_AROUND, problem, error):
+                if problem is not error and self.complaints.goes_on(plugin, _ASYNC_AROUND, problem):
                     cut = error = problem
         if cut is not None:
             raise cut
-
-    def _goes_on(self, plugin: str, hook: str, problem: BaseException, error: BaseException | None) -> bool:
-        """Whether what a context manager raised is a cancellation, not the handler's error or a failure of its own."""
-        if problem is error:
-            return False
-        if passes(problem):
-            return True
-        self.complaints.failed(plugin, hook, problem)
-        return False
 
 
 def surround_of(plugins: Plugins, facts: QueueFacts) -> Surround | None:

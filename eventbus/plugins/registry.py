@@ -54,6 +54,22 @@ class Complaints:
         self._logged: dict[tuple[str, str], float] = {}
         self._silent: dict[tuple[str, str], int] = {}
 
+    def goes_on(self, plugin: str, hook: str, error: BaseException) -> bool:
+        """Whether ``error`` is about something else and has to be raised; otherwise it is the hook's, and logged."""
+        if passes(error):
+            return True
+        self.failed(plugin, hook, error)
+        return False
+
+    def left(self, hook: str, entered: Sequence[tuple[str, Any]], error: BaseException | None) -> None:
+        """Leave plugins' context managers, the last one first. ``error`` was raised inside, and stays as it is."""
+        for plugin, manager in reversed(entered):
+            try:
+                manager.__exit__(None if error is None else type(error), error, error and error.__traceback__)
+            except BaseException as problem:
+                if problem is not error and self.goes_on(plugin, hook, problem):
+                    raise
+
     def failed(self, plugin: str, hook: str, error: BaseException) -> None:
         """``hook`` of ``plugin`` has raised ``error``, and is left out."""
         about, now = (plugin, hook), self._clock()
@@ -158,9 +174,8 @@ class Plugins:
             try:
                 answer = implementation(**given)
             except BaseException as error:
-                if passes(error):
+                if self.complaints.goes_on(implementation.plugin.name, implementation.hook, error):
                     raise
-                self.complaints.failed(implementation.plugin.name, implementation.hook, error)
                 continue
             if answer is not None:
                 answers.append(answer)
@@ -184,9 +199,8 @@ class Plugins:
                 else:
                     task.result()
             except BaseException as error:
-                if passes(error):
+                if self.complaints.goes_on(name, hook, error):
                     raise
-                self.complaints.failed(name, hook, error)
 
     def migrations(self) -> list[tuple[str, Migration]]:
         """The steps of the plugins' tables, with the name of the plugin: by plugin, then by name."""

@@ -18,6 +18,7 @@ from eventbus.plugins.values import Finding
 from eventbus.postgres import admin
 from eventbus.postgres.connecting import conninfo
 from eventbus.postgres.copies import duration
+from eventbus.postgres.link import CONNECTIONS_PER_WORKER
 from eventbus.postgres.migrate import Steps, require_current
 from eventbus.postgres.pausing import pauses
 from eventbus.postgres.privileges import CONSUME, PUBLISH, missing
@@ -25,7 +26,6 @@ from eventbus.postgres.statements import Statements
 from eventbus.settings import Settings
 
 _OLDEST_VERSION: Final = 150_000
-_CONNECTIONS_PER_WORKER: Final = 6
 _LATE: Final = 30.0
 """Seconds after which a committed event should have been relayed."""
 _UNATTENDED: Final = 60.0
@@ -66,8 +66,8 @@ def server(patient: Patient) -> Finding:
         return Finding("stalled", "server_old", f"{name} is too old", "upgrade it to PostgreSQL 15 or newer")
     if found.standby or found.read_only:
         return Finding("stalled", "server_read_only", f"{name} is read-only", "let EVENTBUS_DSN name the primary")
-    if found.most_connections - found.connections < _CONNECTIONS_PER_WORKER:
-        hint = f"a worker needs {_CONNECTIONS_PER_WORKER}: raise max_connections, or find who holds them"
+    if found.most_connections - found.connections < CONNECTIONS_PER_WORKER:
+        hint = f"a worker needs {CONNECTIONS_PER_WORKER}: raise max_connections, or find who holds them"
         return Finding("degraded", "server_full", f"{name}; {used}", hint)
     return Finding("ok", "server_ok", f"{name}; {used}")
 

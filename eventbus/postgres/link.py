@@ -22,7 +22,8 @@ from eventbus.transport import LeaseLost, StatementCancelled
 
 _FORGIVEN_AFTER = 2 * LONGEST_PAUSE
 """Seconds after which a statement that failed is not expected to come again."""
-_CONNECTIONS_PER_WORKER = 6
+CONNECTIONS_PER_WORKER: Final = 6
+"""The bus's own five, and the one that plugins share; transactional handlers have others."""
 _FULL = ("too many connections", "too many clients", "remaining connection slots")
 """How servers say SQLSTATE 53300 while a connection is made: the client library passes on their text only."""
 
@@ -175,7 +176,7 @@ def describe(error: psycopg.Error, statement: str) -> str:
     if isinstance(error, errors.QueryCanceled):
         return f"{text} while running: {statement} (raise statement_timeout for the bus's role)"
     if error.sqlstate == "53300" or any(full in text for full in _FULL):
-        return f"{text} (one worker needs {_CONNECTIONS_PER_WORKER} connections)"
+        return f"{text} (one worker needs {CONNECTIONS_PER_WORKER} connections)"
     if error.sqlstate is None or error.sqlstate[:2] in ("08", "57", "28", "3D"):
         return text
     return f"{text} (SQLSTATE {error.sqlstate}) while running: {statement}"

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from eventbus import signals
-from eventbus.errors import ConfigurationError, InvalidHeaders, PublishVetoed, passes
+from eventbus.errors import ConfigurationError, InvalidHeaders, PublishVetoed
 from eventbus.event import OutboxEvent
 from eventbus.plugins.registry import Plugins
 from eventbus.publishing.connections import Connections
@@ -57,9 +57,9 @@ class Interception:
                 self._ask(event)
             yield [self._amended(event, row) for event, row in zip(events, rows, strict=True)]
         except BaseException as error:
-            self._leave(entered, error)
+            self._plugins.complaints.left(_AROUND, entered, error)
             raise
-        self._leave(entered, None)
+        self._plugins.complaints.left(_AROUND, entered, None)
         if signals.published.receivers:
             signals.send(signals.published, self._sender, events=events)
 
@@ -89,20 +89,8 @@ class Interception:
             manager.__enter__()
             entered.append((plugin, manager))
         except BaseException as error:
-            if passes(error):
+            if self._plugins.complaints.goes_on(plugin, _AROUND, error):
                 raise
-            self._plugins.complaints.failed(plugin, _AROUND, error)
-
-    def _leave(self, entered: list[tuple[str, Any]], error: BaseException | None) -> None:
-        for plugin, manager in reversed(entered):
-            try:
-                manager.__exit__(None if error is None else type(error), error, error and error.__traceback__)
-            except BaseException as problem:
-                if problem is error:
-                    continue
-                if passes(problem):
-                    raise
-                self._plugins.complaints.failed(plugin, _AROUND, problem)
 
 
 def register_adapter(connections: Connections, plugin: str, adapter: Any) -> None:

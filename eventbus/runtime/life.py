@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from eventbus import signals
 from eventbus.consuming.reporting import Reporter
-from eventbus.errors import passes
 from eventbus.plugins.values import WorkerHandle
 from eventbus.runtime.pages import PageServer
 from eventbus.settings import Settings
@@ -69,9 +68,8 @@ class Background:
             try:
                 await action()
             except BaseException as error:
-                if passes(error):
+                if self._reporter.plugins.complaints.goes_on(name, "a background action", error):
                     raise
-                self._reporter.plugins.complaints.failed(name, "a background action", error)
             if seconds is None:
                 return
 
