@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from eventbus.plugins import Answer, Page, Settled, WorkerHandle, hookimpl
+from eventbus.plugins import Answer, DatabaseClock, Page, Settled, WorkerHandle, hookimpl
 from eventbus_prometheus import options
-from eventbus_prometheus.clock import Clocks
 from eventbus_prometheus.database import Database
 from eventbus_prometheus.process import Process
 from eventbus_prometheus.scrape import CONTENT_TYPE, Families, Scraping, of_build, of_database, of_interpreter
@@ -17,6 +16,9 @@ from eventbus_prometheus.sql import CLOCK
 
 _COMPARE_EVERY: Final = 60.0
 """Seconds between two looks at the database's clock."""
+
+_COMPARISONS: Final = 10
+"""The last so many comparisons of the clocks count."""
 
 
 class Prometheus:
@@ -31,7 +33,7 @@ class Prometheus:
     def __init__(self, settings: options.Settings) -> None:
         self._settings = settings
         self._process = Process(settings.handler_buckets, settings.waiting_buckets)
-        self._clocks = Clocks(time.monotonic)
+        self._clocks = DatabaseClock(time.monotonic, _COMPARISONS)
 
     @hookimpl
     def eventbus_commands(self, commands: Any) -> None:
@@ -63,7 +65,7 @@ class Prometheus:
             [(seconds,)] = await worker.rows(CLOCK)
             return float(seconds)
 
-        compare = partial(self._clocks.compare, ask)
+        compare = partial(self._clocks.measure, ask)
         worker.every(_COMPARE_EVERY, compare, "prometheus clock")
         await compare()
 

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from eventbus.plugins import Duty, Migration, Settled, WorkerHandle, hookimpl
-from eventbus_stats.clock import DatabaseClock
+from eventbus.plugins import DatabaseClock, Duty, Migration, Settled, WorkerHandle, hookimpl
 from eventbus_stats.gathering import Gathering
 from eventbus_stats.sql import PURGE
 from eventbus_stats.writing import Writer

@@ -8,8 +8,7 @@ from typing import Final
 import orjson
 
 from eventbus.errors import Unavailable
-from eventbus.plugins import WorkerHandle
-from eventbus_stats.clock import DatabaseClock
+from eventbus.plugins import DatabaseClock, WorkerHandle
 from eventbus_stats.gathering import Gathering
 from eventbus_stats.sql import ADD, NOW
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eventbus.plugins import DatabaseClock
 from eventbus.plugins.values import OutcomeName
 from eventbus.testing.plugins import PluginBench
 from eventbus.testing.values import new_event, new_queue, new_result, new_settled
 from eventbus.testing.workers import BenchWorker
 from eventbus_prometheus import Prometheus
-from eventbus_prometheus.clock import Clocks
 from eventbus_prometheus.process import OUTCOMES, Distribution, Process
 from eventbus_prometheus.scrape import text
 from eventbus_prometheus.tests.scraped import Samples, parsed, samples
@@ -144,7 +144,7 @@ async def test_a_retry_counts_for_the_handler_and_not_as_waiting(bench: PluginBe
 
 async def test_of_all_looks_at_the_clock_the_quickest_counts_and_old_ones_are_forgotten() -> None:
     now = [0.0]
-    clocks = Clocks(lambda: now[0])
+    clocks = DatabaseClock(lambda: now[0], 10)
     before = clocks.ahead
 
     async def look(takes: float, answer: float) -> None:
@@ -152,7 +152,7 @@ async def test_of_all_looks_at_the_clock_the_quickest_counts_and_old_ones_are_fo
             now[0] += takes
             return answer
 
-        await clocks.compare(ask)
+        await clocks.measure(ask)
 
     await look(takes=2.0, answer=1_001.0)
     assert (before, clocks.ahead) == (None, 1_000.0)

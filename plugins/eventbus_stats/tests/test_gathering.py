@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from eventbus.plugins import Result
+from eventbus.plugins import DatabaseClock, Result
 from eventbus.plugins.values import OutcomeName
-from eventbus_stats.clock import DatabaseClock
 from eventbus_stats.gathering import Gathering, failures
 from eventbus_stats.histogram import percentile
 

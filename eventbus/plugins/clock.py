@@ -13,12 +13,12 @@ class DatabaseClock:
     """The difference between the two clocks, as the last measurements found it.
 
     Each is wrong by at most half of its round trip, so the one with the shortest counts. Old ones are forgotten: a
-    database that moved, or whose clock was set, is right again a minute of measurements later.
+    database that moved, or whose clock was set, is right again after ``remembered`` measurements.
     """
 
-    def __init__(self, monotonic: Callable[[], float]) -> None:
+    def __init__(self, monotonic: Callable[[], float], remembered: int = _REMEMBERED) -> None:
         self._monotonic = monotonic
-        self._measured: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
+        self._measured: deque[tuple[float, float]] = deque(maxlen=remembered)
 
     async def measure(self, now: Callable[[], Awaitable[float]]) -> None:
         """Compare the clocks. ``now`` asks the database, in seconds since 1970; what it raises passes through."""
