@@ -3,6 +3,7 @@
 A plugin imports from here and from :mod:`eventbus.hookspecs`; the rest of this package is how the bus calls it.
 """
 
+from eventbus.plugins.clock import DatabaseClock
 from eventbus.plugins.marks import hookimpl
 from eventbus.plugins.values import (
     Answer,
@@ -23,6 +24,7 @@ from eventbus.plugins.values import (
 __all__ = [
     "Answer",
     "Call",
+    "DatabaseClock",
     "Duty",
     "Failure",
     "Finding",
