@@ -12,7 +12,7 @@ from bench.report import Figure, Target, median, ratio
 from bench.rounds import take_turns
 from bench.servers import Server
 from eventbus.event import OutboxEvent
-from eventbus.plugins import Call, Failure, QueueFacts, Settled, WorkerHandle, hookimpl
+from eventbus.plugins import Call, Counted, Failure, QueueFacts, Result, Settled, WorkerHandle, hookimpl
 
 CHOICES: Final = ("none", "default", "every hook", "around each call")
 """Which plugins a consumer has."""
@@ -51,7 +51,15 @@ class EveryHook:
         """Nothing."""
 
     @hookimpl
+    def eventbus_counted(self, queue: str, counted: Counted) -> None:
+        """Nothing."""
+
+    @hookimpl
     def eventbus_settled(self, queue: str, settled: Settled) -> None:
+        """Nothing."""
+
+    @hookimpl
+    def eventbus_probed(self, queue: str, result: Result) -> None:
         """Nothing."""
 
     @hookimpl
@@ -82,8 +90,11 @@ def nothing(_call: Call) -> Iterator[None]:
     yield
 
 
-def drained(server: Server, events: int, plugins: str) -> float:
-    """Events per second of a handler that does nothing; its queue was filled before."""
+def drained(server: Server, events: int, plugins: str) -> tuple[float, float]:
+    """A handler that does nothing, whose queue was filled before: events per second, and per second of its processor.
+
+    The second one is that of the consumer's process alone, and what other programs do disturbs it less.
+    """
     with server.database() as dsn, line.connect(dsn) as connection:
         line.declare(connection)
         line.fill(connection, events)
@@ -91,14 +102,17 @@ def drained(server: Server, events: int, plugins: str) -> float:
         line.checkpoint(connection)
         result = children.drained("bench.consumer", "--dsn", dsn, "--events", events, "--plugins", plugins)
         line.require_settled(connection, events)
-    return result.rate
+    return result.rate, result.events / result.cpu_seconds
 
 
 def plugins(server: Server, events: int, rounds: int) -> list[Figure]:
     """Rates, and their ratios to draining without plugins."""
     contenders = {choice: functools.partial(drained, server, events, choice) for choice in CHOICES}
-    rates = take_turns(contenders, rounds)
-    figures = [median("plugins", f"plugins: {choice}", found, "events/s") for choice, found in rates.items()]
+    found = take_turns(contenders, rounds)
+    rates = {choice: [rate for rate, _ in each] for choice, each in found.items()}
+    loads = {choice: [load for _, load in each] for choice, each in found.items()}
+    figures = [median("plugins", f"plugins: {choice}", each, "events/s") for choice, each in rates.items()]
     for choice, wanted in _TARGETS.items():
         figures.append(ratio("plugins", f"{choice} / none", rates[choice], rates["none"], target=wanted))
+        figures.append(ratio("plugins", f"{choice} / none, by processor time", loads[choice], loads["none"]))
     return figures

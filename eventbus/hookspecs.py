@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from eventbus.plugins.marks import PROJECT, hookimpl, hookspec
 from eventbus.plugins.values import (
     Call,
+    Counted,
     Duty,
     Failure,
     Finding,
@@ -26,6 +27,7 @@ from eventbus.plugins.values import (
     Page,
     Postpone,
     QueueFacts,
+    Result,
     Settled,
     WorkerHandle,
 )
@@ -124,8 +126,22 @@ class Consuming:
         """
 
     @hookspec
+    def eventbus_counted(self, queue: str, counted: Counted) -> None:
+        """The outcomes of some deliveries of one queue were stored, in numbers. On the event loop: be quick.
+
+        Costs next to nothing per event. A plugin that wants to know of single events implements ``eventbus_settled``.
+        """
+
+    @hookspec
     def eventbus_settled(self, queue: str, settled: Settled) -> None:
-        """The outcomes of some deliveries of one queue were stored. On the event loop: be quick, aggregate."""
+        """The outcomes of some deliveries of one queue were stored. On the event loop: be quick, aggregate.
+
+        All deliveries are kept for it until their outcomes are stored, which costs about a microsecond each.
+        """
+
+    @hookspec
+    def eventbus_probed(self, queue: str, result: Result) -> None:
+        """What came of the one event that tried a paused queue was stored."""
 
     @hookspec
     def eventbus_relayed(self, deliveries: Mapping[str, int]) -> None:

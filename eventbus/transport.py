@@ -74,6 +74,7 @@ DONE = Verdict("done")
 DUPLICATE = Verdict("done", kind="duplicate")
 RELEASED = Verdict("released")
 PARKED = Verdict("parked")
+MISSING = Verdict("dead", reason="event missing: the outbox no longer has it")
 
 
 @dataclass(slots=True, eq=False)
@@ -109,9 +110,14 @@ class Lease:
     probe: bool = False
     """Its one delivery is let through although the queue is paused, to see whether the pause can end."""
     observed: dict[int, Delivery] = field(default_factory=dict)
-    """Its deliveries by seq, if somebody wants to know what comes of them."""
+    """Its deliveries by seq, if somebody wants to know what comes of each."""
+    every: int = 0
+    """How many calls that are fast each of ``sample`` stands for; 0 if nobody wants to know how long they take."""
+    sample: Sequence[Delivery] = ()
+    kept: list[Delivery] = field(default_factory=list)
+    """Of a sampled lease, those that were slow or did not simply end well."""
     kinds: dict[int, Verdict] = field(default_factory=dict)
-    """Of those, what is done although no handler ended well."""
+    """What is done although no handler ended well, by seq."""
     dropped: bool = False
     """The worker lost it; whatever its handlers return is discarded."""
 

@@ -12,6 +12,7 @@ from eventbus.consuming.holdings import Holdings
 from eventbus.consuming.idempotency import execution_of
 from eventbus.consuming.outcomes import Part, part_of
 from eventbus.consuming.queues import QueueState
+from eventbus.consuming.watching import follow
 from eventbus.transport import DONE, ConsumerEngine, Delivery, Lease
 
 
@@ -38,9 +39,7 @@ class Detachment:
         outcomes = dict(verdicts + lease.verdicts) | dict.fromkeys(done + lease.done, DONE)
         moved = [self._move(delivery, numbers.get(seq, 0)) for seq, delivery in running.items()]
         if part is not None:
-            kept = {delivery.seq for delivery in moved if not delivery.lease.dropped}
-            others = [pair for pair in part.others if pair[0] not in kept]
-            self.stored = [Part(lease, [seq for seq in part.done if seq not in kept], others)]
+            self.stored = [part.without({delivery.seq for delivery in moved if not delivery.lease.dropped})]
         self._holdings.exchange(lease, (delivery.lease for delivery in moved if not delivery.lease.dropped))
         for delivery in moved:
             if delivery.seq in outcomes:
@@ -74,8 +73,7 @@ class Detachment:
             old.queue_id, old.token, old.opened_at, exception_id=exception_id, ordered=True, unfinished=1,
             probe=old.probe, dropped=exception_id == 0 or old.dropped,
         )  # fmt: skip
-        if old.observed:
-            delivery.lease.observed[delivery.seq] = delivery
+        follow(old, delivery)
         if exception_id and delivery.event is not None:
             execution = execution_of(delivery.event)
             if execution in old.executed:  # it ended meanwhile and is not settled yet

@@ -22,9 +22,8 @@ from eventbus.consuming.surrounding import Surround
 from eventbus.consuming.tenure import Tenure
 from eventbus.consuming.verdicts import Verdicts
 from eventbus.event import Event
-from eventbus.transport import DONE, DUPLICATE, RELEASED, Delivery, Outcome, Verdict
+from eventbus.transport import DONE, DUPLICATE, MISSING, RELEASED, Delivery, Outcome, Verdict
 
-MISSING = Verdict("dead", reason="event missing: the outbox no longer has it")
 DEFERRED = Verdict("deferred", delay=1.0)
 
 STUBBORN: Final = 1.0

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Iterator
+from typing import Final
 
-from eventbus.transport import RELEASED, Delivery, Lease, Verdict
+from eventbus.transport import DONE, RELEASED, Delivery, Lease, Verdict
 
 log = logging.getLogger("eventbus")
+
+SLOW: Final = 0.001
+"""Seconds. Where a sample of the calls is kept, each that took longer is too, which costs little of what it took."""
 
 
 class Holdings:
@@ -41,12 +45,12 @@ class Holdings:
         lease = delivery.lease
         if lease.dropped:
             return
-        if verdict.outcome == "done":
+        if verdict is DONE:
             lease.done.append(delivery.seq)
-            if verdict.kind is not None and lease.observed:
-                lease.kinds[delivery.seq] = verdict
+            if delivery.spent > SLOW and lease.every > 1:
+                lease.kept.append(delivery)
         else:
-            lease.verdicts.append((delivery.seq, verdict))
+            _note(delivery, verdict)
         lease.unfinished -= 1
         if lease.unfinished == 0:
             self.finished.append(lease)
@@ -88,6 +92,18 @@ class Holdings:
                 lease.verdicts.extend((seq, RELEASED) for seq in _seqs(lease) if seq not in known)
                 self.finished.append(lease)
         self.settleable.set()
+
+
+def _note(delivery: Delivery, verdict: Verdict) -> None:
+    """Write down a verdict that is not simply done."""
+    lease = delivery.lease
+    if verdict.outcome == "done":
+        lease.done.append(delivery.seq)
+        lease.kinds[delivery.seq] = verdict
+    else:
+        lease.verdicts.append((delivery.seq, verdict))
+    if lease.every > 1:
+        lease.kept.append(delivery)
 
 
 def chain(delivery: Delivery) -> Iterator[Delivery]:

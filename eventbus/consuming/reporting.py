@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from eventbus import signals
 from eventbus.consuming.holdings import chain
-from eventbus.consuming.outcomes import Group, Part, observe, outcome_name
+from eventbus.consuming.outcomes import Group, Part, outcome_name
+from eventbus.consuming.watching import observe, sample
 from eventbus.errors import passes
 from eventbus.event import Event
 from eventbus.plugins.registry import Plugins
@@ -108,6 +109,8 @@ class QueueReporter:
         self._claimed = plugins.of("eventbus_claimed", queue)
         self._limits = plugins.of("eventbus_limit_claim", queue)
         self._failed = plugins.of("eventbus_handler_failed", queue)
+        self._counted = plugins.of("eventbus_counted", queue)
+        self._probed = plugins.of("eventbus_probed", queue)
         self._settled = plugins.of("eventbus_settled", queue)
         self._lost = plugins.of("eventbus_lease_lost", queue)
 
@@ -128,10 +131,13 @@ class QueueReporter:
         return max(0, min([room, *numbers]))
 
     def claimed(self, deliveries: Sequence[Delivery]) -> None:
-        """These were claimed: observe them if anybody wants to know what comes of them."""
-        if self._settled or any(signal.receivers for signal in signals.OF_OUTCOMES):
+        """These were claimed: keep what of them anybody wants to know when it is known what comes of them."""
+        probe = deliveries[0].lease.probe
+        if self._settled or (probe and self._probed) or any(signal.receivers for signal in signals.OF_OUTCOMES):
             observe(deliveries)
-        if deliveries[0].lease.probe:
+        if self._counted:
+            sample(deliveries)
+        if probe:
             self._reporter.send(signals.probing, queue=self._queue)
         if self._claimed or signals.claimed.receivers:
             count = len(deliveries)
@@ -177,9 +183,18 @@ class QueueReporter:
         """What came of these was stored."""
         if not parts:
             return
+        group, tell = Group(self._queue, parts), self._reporter.plugins.tell
+        if self._counted:
+            tell(self._counted, queue=self._queue, counted=group)
+        if self._probed:
+            for result in group.probes():
+                tell(self._probed, queue=self._queue, result=result)
+        parts = [part for part in parts if part.lease.observed]
+        if not parts:
+            return
         group = Group(self._queue, parts)
         if self._settled:
-            self._reporter.plugins.tell(self._settled, queue=self._queue, settled=group)
+            tell(self._settled, queue=self._queue, settled=group)
         if any(signal.receivers for signal in signals.OF_OUTCOMES):
             for delivery, verdict in group.outcomes():
                 self._announce(delivery, verdict)

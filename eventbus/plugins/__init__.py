@@ -8,6 +8,7 @@ from eventbus.plugins.marks import hookimpl
 from eventbus.plugins.values import (
     Answer,
     Call,
+    Counted,
     Duty,
     Failure,
     Finding,
@@ -18,12 +19,14 @@ from eventbus.plugins.values import (
     QueueFacts,
     Result,
     Settled,
+    Timing,
     WorkerHandle,
 )
 
 __all__ = [
     "Answer",
     "Call",
+    "Counted",
     "DatabaseClock",
     "Duty",
     "Failure",
@@ -35,6 +38,7 @@ __all__ = [
     "QueueFacts",
     "Result",
     "Settled",
+    "Timing",
     "WorkerHandle",
     "hookimpl",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 from uuid import UUID
 
 from eventbus.event import Event
@@ -101,6 +101,40 @@ class Result:
     """``type``, ``message`` and ``traceback`` as text."""
 
 
+class Timing(NamedTuple):
+    """How long one call of a handler took. ``calls``: for how many calls of its group it stands."""
+
+    published_at: datetime | None
+    """By the database's clock; None unless this was the first attempt of an event that nobody replayed or delayed."""
+    started_at: float
+    """``time.monotonic()`` seconds."""
+    seconds: float
+    calls: int = 1
+
+
+class Counted(Protocol):
+    """What came of a group of deliveries of one queue, in numbers."""
+
+    @property
+    def counts(self) -> Mapping[OutcomeName, int]:
+        """How many of each outcome."""
+
+    @property
+    def calls(self) -> int:
+        """How many calls of the handler have come to an end: done, discarded, retried or given up."""
+
+    @property
+    def failures(self) -> int:
+        """How many calls failed: those that are retried, were given up, or were postponed by a plugin."""
+
+    @property
+    def timings(self) -> Sequence[Timing]:
+        """How long calls took: each that took longer than a millisecond or failed; of the others a sample.
+
+        Of a claim of less than 40 deliveries it is all of them. The sum of their ``calls`` is that of the group.
+        """
+
+
 class Settled(Protocol):
     """A group of deliveries of one queue whose outcomes were stored together."""
 
@@ -113,29 +147,12 @@ class Settled(Protocol):
         """How many of each outcome; cheap."""
 
     @property
-    def timings(self) -> Sequence[tuple[datetime | None, float, float]]:
-        """Of every delivery whose handler was called: when the event was published, when that was, how long it took.
-
-        By the database's clock, in ``time.monotonic()`` seconds, and in seconds. The first is None unless this was the
-        first attempt of an event that nobody replayed or kept waiting. Cheaper than ``results``, and made one by one
-        as they are asked for: a slice costs what is in it.
-        """
-
-    @property
-    def seconds(self) -> Sequence[float]:
-        """How long each of those handlers took; cheaper than ``timings``."""
-
-    @property
     def results(self) -> Sequence[Result]:
         """One per delivery; made when they are asked for."""
 
     @property
     def has_failures(self) -> bool:
         """Whether there is a retry or a dead letter among them; cheap."""
-
-    @property
-    def has_probe(self) -> bool:
-        """Whether one of them tried a paused queue; cheap."""
 
 
 @dataclass(frozen=True, slots=True)

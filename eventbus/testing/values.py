@@ -11,11 +11,13 @@ from typing import Any, Final, Literal
 import orjson
 
 from eventbus.event import Event, new_event_id
-from eventbus.plugins.values import Call, Failure, OutcomeName, QueueFacts, Result
+from eventbus.plugins.values import Call, Failure, OutcomeName, QueueFacts, Result, Timing
 
 QUEUE: Final = "bench"
 _UNCALLED: Final = frozenset({"duplicate", "released", "parked"})
 """The outcomes of deliveries whose handler was not called, or did not end."""
+_CALLED: Final = frozenset({"done", "discarded", "retry", "dead"})
+"""Those of calls that have come to an end."""
 
 
 @dataclass(slots=True)
@@ -31,28 +33,43 @@ class SettledResults:
         return Counter(result.outcome for result in self.results)
 
     @property
-    def timings(self) -> Sequence[tuple[datetime, float, float]]:
-        """Of each whose handler was called: when it was published, when it began, how long it took."""
-        return [
-            (result.event.published_at, result.started_at, result.seconds)
-            for result in self.results
-            if result.event is not None and result.started_at > 0
-        ]
-
-    @property
-    def seconds(self) -> Sequence[float]:
-        """How long each of them took."""
-        return [seconds for _, _, seconds in self.timings]
-
-    @property
     def has_failures(self) -> bool:
         """Whether there is a retry or a dead letter among them."""
         return any(result.outcome in ("retry", "dead") for result in self.results)
 
+
+@dataclass(slots=True)
+class CountedResults:
+    """The same in numbers, as :class:`~eventbus.plugins.Counted` says."""
+
+    results: Sequence[Result]
+
     @property
-    def has_probe(self) -> bool:
-        """Whether one of them tried a paused queue."""
-        return any(result.probe for result in self.results)
+    def counts(self) -> Mapping[OutcomeName, int]:
+        """How many of each outcome."""
+        return Counter(result.outcome for result in self.results)
+
+    @property
+    def calls(self) -> int:
+        """How many calls have come to an end."""
+        return len(self.timings)
+
+    @property
+    def failures(self) -> int:
+        """How many of them failed, or were postponed by a plugin."""
+        return sum(
+            result.outcome in ("retry", "dead") or (result.outcome == "deferred" and result.error is not None)
+            for result in self.results
+        )
+
+    @property
+    def timings(self) -> Sequence[Timing]:
+        """How long each of them took."""
+        return [
+            Timing(result.event.published_at if result.attempt == 1 else None, result.started_at, result.seconds)
+            for result in self.results
+            if result.event is not None and result.outcome in _CALLED
+        ]
 
 
 def new_event(
@@ -131,3 +148,8 @@ def new_result(
 def new_settled(*results: Result | OutcomeName, queue: str = QUEUE) -> SettledResults:
     """A group of outcomes that were stored together; a name stands for a result with that outcome."""
     return SettledResults(queue, [new_result(each, queue=queue) if isinstance(each, str) else each for each in results])
+
+
+def new_counted(*results: Result | OutcomeName, queue: str = QUEUE) -> CountedResults:
+    """The same in numbers."""
+    return CountedResults(new_settled(*results, queue=queue).results)

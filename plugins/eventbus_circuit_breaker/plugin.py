@@ -9,7 +9,7 @@ from typing import Any
 
 from eventbus import signals
 from eventbus.hookspecs import hookimpl
-from eventbus.plugins import Failure, Finding, Migration, Postpone, Settled, WorkerHandle
+from eventbus.plugins import Failure, Finding, Migration, Postpone, Result, WorkerHandle
 from eventbus_circuit_breaker import records
 from eventbus_circuit_breaker.health import findings
 from eventbus_circuit_breaker.options import Options, counts_by_default
@@ -65,12 +65,10 @@ class CircuitBreaker:
             return counts_by_default(failure)
 
     @hookimpl
-    def eventbus_settled(self, queue: str, settled: Settled) -> None:
+    def eventbus_probed(self, queue: str, result: Result) -> None:
         """What came of a probe opens, closes or frees it."""
-        if self._switch is not None and settled.has_probe:
-            for result in settled.results:
-                if result.probe:
-                    self._switch.probed(queue, result)
+        if self._switch is not None:
+            self._switch.probed(queue, result)
 
     @hookimpl
     def eventbus_worker_draining(self) -> None:

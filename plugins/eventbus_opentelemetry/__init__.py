@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from eventbus import ConfigurationError, OutboxEvent
-from eventbus.plugins import QueueFacts, Settled, hookimpl
+from eventbus.plugins import Counted, QueueFacts, hookimpl
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
@@ -84,6 +84,6 @@ class OpenTelemetry:
         return self._consuming.around(queue)
 
     @hookimpl
-    def eventbus_settled(self, queue: str, settled: Settled) -> None:
+    def eventbus_counted(self, queue: str, counted: Counted) -> None:
         """Counted by outcome."""
-        self._metrics.settled(queue, settled)
+        self._metrics.counted(queue, counted)

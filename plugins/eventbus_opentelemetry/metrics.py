@@ -13,7 +13,7 @@ from typing import Final
 from opentelemetry.metrics import MeterProvider, get_meter
 
 from eventbus import OutboxEvent
-from eventbus.plugins import Settled
+from eventbus.plugins import Counted
 from eventbus_opentelemetry.conventions import (
     CONSUMER_GROUP,
     DESTINATION,
@@ -66,12 +66,12 @@ class Metrics:
         """One call of a handler has ended; ``queue``: the attributes of :func:`of_queue`."""
         self._duration.record(seconds, queue if error_type is None else {**queue, ERROR_TYPE: error_type})
 
-    def settled(self, queue: str, settled: Settled) -> None:
+    def counted(self, queue: str, counted: Counted) -> None:
         """Outcomes of some deliveries of a queue were stored."""
         attributes = of_queue(queue)
-        if calls := len(settled.timings):
+        if calls := counted.calls:
             self._consumed.add(calls, attributes)
-        for outcome, count in settled.counts.items():
+        for outcome, count in counted.counts.items():
             if count:
                 self._settled.add(count, {**attributes, OUTCOME: outcome})
 

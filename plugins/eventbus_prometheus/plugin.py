@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from eventbus.plugins import Answer, DatabaseClock, Page, Settled, WorkerHandle, hookimpl
+from eventbus.plugins import Answer, Counted, DatabaseClock, Page, WorkerHandle, hookimpl
 from eventbus_prometheus import options
 from eventbus_prometheus.database import Database
 from eventbus_prometheus.process import Process
@@ -70,9 +70,9 @@ class Prometheus:
         await compare()
 
     @hookimpl
-    def eventbus_settled(self, queue: str, settled: Settled) -> None:
+    def eventbus_counted(self, queue: str, counted: Counted) -> None:
         """Count outcomes and times."""
-        self._process.settled(queue, settled, self._clocks.ahead)
+        self._process.counted(queue, counted, self._clocks.ahead)
 
     @hookimpl
     def eventbus_claimed(self, queue: str, count: int) -> None:

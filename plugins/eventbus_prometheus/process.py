@@ -11,13 +11,12 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from eventbus.plugins import Settled
+from eventbus.plugins import Counted, Timing
 
 OUTCOMES: Final = ("done", "duplicate", "discarded", "retry", "dead", "released", "deferred", "parked")
 """What can come of a delivery; each begins at 0."""
@@ -32,13 +31,13 @@ class Distribution:
         self._count = 0
         self._sum = 0.0
 
-    def add(self, values: Iterable[float]) -> None:
-        """Add values. Sorting them and looking up the bounds costs less than looking up each value."""
+    def add(self, values: Iterable[float], calls: int = 1) -> None:
+        """Add values, each for so many calls. Sorting them and looking up the bounds costs less than each value."""
         ascending = sorted(values)
         for n, bound in enumerate(self._bounds):
-            self._upto[n] += bisect_right(ascending, bound)
-        self._count += len(ascending)
-        self._sum += sum(ascending)
+            self._upto[n] += calls * bisect_right(ascending, bound)
+        self._count += calls * len(ascending)
+        self._sum += calls * sum(ascending)
 
     def copy(self) -> Distribution:
         """One that does not change any more."""
@@ -103,17 +102,18 @@ class Process:
                 for counter in (self._totals.claimed, self._totals.lost):
                     counter[queue] += 0
 
-    def settled(self, queue: str, settled: Settled, ahead: float | None) -> None:
+    def counted(self, queue: str, counted: Counted, ahead: float | None) -> None:
         """Outcomes were stored. ``ahead``: database's seconds since 1970 minus monotonic ones; None: not known."""
-        timings = settled.timings
-        handling = [seconds for _, _, seconds in timings]
-        waiting = [] if ahead is None else _waited(timings, ahead)
+        alike: dict[int, list[Timing]] = {}
+        for timing in counted.timings:
+            alike.setdefault(timing.calls, []).append(timing)
         with self._lock:
-            for outcome, number in settled.counts.items():
+            for outcome, number in counted.counts.items():
                 self._totals.outcomes[queue, outcome] += number
             handled, waited = self._times_of(queue)
-            handled.add(handling)
-            waited.add(waiting)
+            for calls, timings in alike.items():
+                handled.add((timing.seconds for timing in timings), calls)
+                waited.add([] if ahead is None else _waited(timings, ahead), calls)
 
     def claimed(self, queue: str, number: int) -> None:
         """Deliveries were claimed."""
@@ -206,9 +206,9 @@ def _outage(totals: Totals) -> Iterator[Metric]:
     )
 
 
-def _waited(timings: Sequence[tuple[datetime | None, float, float]], ahead: float) -> list[float]:
+def _waited(timings: Iterable[Timing], ahead: float) -> list[float]:
     """How long events waited that were handled for the first time; a clock that is set back is no negative time."""
-    return [max(began + ahead - sent.timestamp(), 0.0) for sent, began, _ in timings if sent is not None]
+    return [max(began + ahead - sent.timestamp(), 0.0) for sent, began, _, _ in timings if sent is not None]
 
 
 def _counter(

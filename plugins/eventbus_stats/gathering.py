@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any, Final
 
-from eventbus.plugins import Settled
+from eventbus.plugins import Counted, Timing
 from eventbus_stats.histogram import Histogram
 
 _TOGETHER: Final = 1_000
 """So many times are sorted into their buckets at once, which costs less than one by one."""
-
-_SAMPLE: Final = 200
-"""Of a settled group that has at least twice as many, about so many times are looked at, for all of them."""
-
-Timings = Sequence[tuple[datetime | None, float, float]]
 
 _OUTCOMES: Final[Mapping[str, str]] = {
     "done": "handled",
@@ -42,39 +36,29 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     seconds: Histogram = field(default_factory=Histogram)
     waited: Histogram = field(default_factory=Histogram)
-    timings: list[tuple[datetime | None, float, float]] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list)
 
-    def add(self, settled: Settled, ahead: float | None) -> None:
-        """Count a settled group. ``ahead``: what to add to monotonic seconds for the database's time, None: unknown."""
+    def add(self, counted: Counted, ahead: float | None) -> None:
+        """Count a group. ``ahead``: what to add to monotonic seconds for the database's time, None: unknown."""
         counts = self.counts
-        for outcome, number in settled.counts.items():
+        for outcome, number in counted.counts.items():
             if (column := _OUTCOMES.get(outcome)) is not None:
                 counts[column] += number
-        if failed := failures(settled):
+        if failed := counted.failures:
             counts["failed"] += failed
-        timings = settled.timings
-        every = len(timings) // _SAMPLE
-        if every > 1:
-            self.seconds.measure(settled.seconds)
-            self._sample(timings, every, ahead)
-            return
-        self.timings += timings
+        self.timings += counted.timings
         if len(self.timings) >= _TOGETHER:
             self.sort(ahead)
 
     def sort(self, ahead: float | None) -> None:
         """Sort the timings into the buckets."""
-        self.seconds.add([seconds for _, _, seconds in self.timings])
-        self.waited.add(_waited(self.timings, ahead))
+        alike: dict[int, list[Timing]] = {}
+        for timing in self.timings:
+            alike.setdefault(timing.calls, []).append(timing)
+        for calls, timings in alike.items():
+            self.seconds.add([timing.seconds for timing in timings], calls)
+            self.waited.add(_waited(timings, ahead), calls)
         self.timings.clear()
-
-    def _sample(self, timings: Timings, every: int, ahead: float | None) -> None:
-        """Of a large group only one in ``every`` goes into the buckets, for all of them."""
-        for part, weight in _parts(timings, every):
-            self.seconds.count([seconds for _, _, seconds in part], weight)
-            waited = _waited(part, ahead)
-            self.waited.count(waited, weight)
-            self.waited.measure(waited, weight)
 
     def row(self, queue: str) -> dict[str, Any]:
         """What ``stats_add`` wants to know."""
@@ -106,10 +90,10 @@ class Gathering:
         with self._lock:
             self._of(queue).counts[column] += number
 
-    def settled(self, queue: str, settled: Settled) -> None:
-        """Count a settled group of a queue."""
+    def add(self, queue: str, counted: Counted) -> None:
+        """Count a group of a queue."""
         with self._lock:
-            self._of(queue).add(settled, self._ahead())
+            self._of(queue).add(counted, self._ahead())
 
     def take(self) -> list[dict[str, Any]]:
         """A row for each queue in which something happened since the last call, which is forgotten here."""
@@ -127,25 +111,12 @@ class Gathering:
         return tally
 
 
-def failures(settled: Settled) -> int:
-    """How many handler calls failed: those that are retried, were given up, or were postponed after an error."""
-    counts = settled.counts
-    failed = counts.get("retry", 0) + counts.get("dead", 0)
-    if counts.get("deferred"):
-        failed += sum(result.outcome == "deferred" and result.error is not None for result in settled.results)
-    return failed
-
-
-def _waited(timings: Timings, ahead: float | None) -> list[float]:
+def _waited(timings: Iterable[Timing], ahead: float | None) -> list[float]:
     """How long first attempts waited, in seconds; nothing while the database's time is not known."""
     if ahead is None:
         return []
     return [
-        started + ahead - published_at.timestamp() for published_at, started, _ in timings if published_at is not None
+        started + ahead - published_at.timestamp()
+        for published_at, started, _, _ in timings
+        if published_at is not None
     ]
-
-
-def _parts(timings: Timings, every: int) -> Sequence[tuple[Timings, int]]:
-    """One in ``every``, and for how many each of them stands; what is left over stands for itself."""
-    whole = len(timings) - len(timings) % every
-    return (timings[:whole:every], every), (timings[whole:], 1)

@@ -24,13 +24,8 @@ class Histogram:
     total: float = 0.0
     longest: float = 0.0
 
-    def add(self, times: list[float]) -> None:
-        """Count these times, their sum and the longest, and leave them sorted. What is below 0 counts as 0."""
-        self.count(times)
-        self.measure(times)
-
-    def count(self, times: list[float], weight: int = 1) -> None:
-        """Only the buckets: each time stands for ``weight`` times, and they are left sorted."""
+    def add(self, times: list[float], calls: int = 1) -> None:
+        """Count these times, each for so many calls, and leave them sorted. What is below 0 counts as 0."""
         if not times:
             return
         times.sort()
@@ -40,13 +35,10 @@ class Histogram:
         bucket, counted = bisect_left(BOUNDS, times[0]), 0
         while counted < len(times):
             upto = bisect_right(times, BOUNDS[bucket], counted) if bucket < len(BOUNDS) else len(times)
-            self.counts[bucket] += weight * (upto - counted)
+            self.counts[bucket] += calls * (upto - counted)
             bucket, counted = bucket + 1, upto
-
-    def measure(self, times: Sequence[float], weight: int = 1) -> None:
-        """Only their sum and the longest."""
-        self.total += weight * sum(times)
-        self.longest = max(self.longest, max(times, default=0.0))
+        self.total += calls * sum(times)
+        self.longest = max(self.longest, times[-1])
 
     @property
     def trimmed(self) -> list[int]:

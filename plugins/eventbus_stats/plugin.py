@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from eventbus.plugins import DatabaseClock, Duty, Migration, Settled, WorkerHandle, hookimpl
+from eventbus.plugins import Counted, DatabaseClock, Duty, Migration, WorkerHandle, hookimpl
 from eventbus_stats.gathering import Gathering
 from eventbus_stats.sql import PURGE
 from eventbus_stats.writing import Writer
@@ -75,9 +75,9 @@ class Stats:
             self._gathering.count(queue, "published", number)
 
     @hookimpl
-    def eventbus_settled(self, queue: str, settled: Settled) -> None:
+    def eventbus_counted(self, queue: str, counted: Counted) -> None:
         """Count outcomes and times."""
-        self._gathering.settled(queue, settled)
+        self._gathering.add(queue, counted)
 
     @hookimpl
     def eventbus_lease_lost(self, queue: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import urllib.request
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Any
@@ -20,12 +21,14 @@ from eventbus.hookspecs import Around, AsyncAround
 from eventbus.plugins import (
     Answer,
     Call,
+    Counted,
     Duty,
     Failure,
     Migration,
     Page,
     Postpone,
     QueueFacts,
+    Result,
     Settled,
     WorkerHandle,
     hookimpl,
@@ -324,14 +327,12 @@ class Counting:
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         self.dead: list[tuple[str, int, str | None]] = []
-        self.timed = 0
 
     @hookimpl
     def eventbus_settled(self, queue: str, settled: Settled) -> None:
         assert queue == settled.queue == "ledger"
         for outcome, count in settled.counts.items():
             self.counts[outcome] = self.counts.get(outcome, 0) + count
-        self.timed += len(settled.timings)
         if settled.has_failures:
             for result in settled.results:
                 if result.outcome == "dead" and result.event is not None:
@@ -354,7 +355,81 @@ async def test_what_came_of_each_delivery_is_told_once_it_is_stored(dsn: str) ->
     assert await stage.until_idle() == 0
     assert {name: count for name, count in plugin.counts.items() if count} == {"done": 2, "retry": 1, "dead": 1}
     assert plugin.dead == [("bad", 2, "no such order")]
-    assert plugin.timed == 4
+
+
+class Numbers:
+    """Adds up numbers."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.calls = self.failures = self.timed = self.slow = 0
+
+    @hookimpl
+    def eventbus_counted(self, queue: str, counted: Counted) -> None:
+        assert queue == "ledger"
+        self.counts.update(counted.counts)
+        self.calls += counted.calls
+        self.failures += counted.failures
+        self.timed += sum(timing.calls for timing in counted.timings)
+        self.slow += sum(timing.seconds > 0.05 for timing in counted.timings)
+
+
+@pytest.mark.hook("eventbus_counted")
+@pytest.mark.parametrize("options", [{}, {"batch": 50}, {"ordered": True}, {"idempotent": True}], ids=str)
+async def test_how_many_came_to_what_and_how_long_they_took_is_told_in_numbers(
+    dsn: str, options: dict[str, Any]
+) -> None:
+    plugin = Numbers()
+    stage = Stage(dsn, plugin)
+
+    async def single(event: Event) -> None:
+        if event.topic == "slow":
+            await asyncio.sleep(0.06)
+        if event.topic == "bad":
+            raise ValueError("no such order")
+
+    async def batch(events: list[Event]) -> None:
+        for event in events:
+            await single(event)
+
+    stage.subscribe(batch if "batch" in options else single, **options)
+    stage.publish(*["a"] * 999, *([] if "batch" in options else ["bad"]), *["a"] * 500)
+    stage.publish("slow")
+    assert await stage.until_idle() == 0
+    failing = 0 if "batch" in options else 1
+    assert plugin.counts == {"done": 1_500} | ({"retry": 1, "dead": 1} if failing else {})
+    assert plugin.calls == plugin.timed == 1_500 + 2 * failing
+    assert plugin.failures == 2 * failing
+    assert plugin.slow >= 1
+
+
+class Probing:
+    """Pauses the queue at once, and notes what comes of the probe."""
+
+    def __init__(self) -> None:
+        self.results: list[Result] = []
+
+    @hookimpl
+    async def eventbus_worker_ready(self, worker: WorkerHandle) -> None:
+        await worker.pause("ledger", "test", "to see", 0.05, probe_seconds=30.0)
+
+    @hookimpl
+    def eventbus_probed(self, queue: str, result: Result) -> None:
+        assert queue == "ledger"
+        self.results.append(result)
+
+
+@pytest.mark.hook("eventbus_probed")
+async def test_what_came_of_the_event_that_tried_a_paused_queue_is_told(dsn: str) -> None:
+    plugin = Probing()
+    stage = Stage(dsn, plugin)
+    stage.subscribe(seen)
+    stage.publish("a", "b", "c")
+    assert await stage.until_idle() == 0
+    [result] = plugin.results
+    assert (result.outcome, result.probe, result.queue) == ("done", True, "ledger")
+    assert result.event is not None
+    assert result.event.topic in ("a", "b", "c")
 
 
 class Crises:

@@ -12,11 +12,11 @@ from pydantic import BaseModel
 
 from eventbus.consuming.batches import Batches, Verdicts
 from eventbus.consuming.boundary import Results
-from eventbus.consuming.execution import MISSING, Execution, Unfinished
+from eventbus.consuming.execution import Execution, Unfinished
 from eventbus.errors import PayloadMismatch
 from eventbus.event import Event
 from eventbus.retry import RetryPolicy
-from eventbus.transport import DONE, RELEASED, DeadLetter, Delivery, Discard, Done, Retry
+from eventbus.transport import DONE, MISSING, RELEASED, DeadLetter, Delivery, Discard, Done, Retry
 from tests.unit.offered import deliveries, execution
 
 

@@ -17,11 +17,11 @@ import pydantic
 import pytest
 
 from eventbus.consuming.boundary import Results
-from eventbus.consuming.execution import MISSING, Execution, Unfinished
+from eventbus.consuming.execution import Execution, Unfinished
 from eventbus.consuming.subscriptions import Subscriptions
 from eventbus.event import Event
 from eventbus.retry import RetryPolicy
-from eventbus.transport import DONE, RELEASED, DeadLetter, Delivery, Discard, Done, Lease, Retry, Verdict
+from eventbus.transport import DONE, MISSING, RELEASED, DeadLetter, Delivery, Discard, Done, Lease, Retry, Verdict
 
 
 class Order(pydantic.BaseModel):

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
-
 import pytest
 
 from eventbus import OutboxEvent, Retry
-from eventbus.plugins import Result
-from eventbus.plugins.values import OutcomeName
+from eventbus.testing.values import new_counted
 from eventbus.transport import Done
 from eventbus_opentelemetry.tests.recording import Recording, facts, id_of, new_event, traced
 
@@ -21,26 +16,6 @@ QUEUE = {
     "messaging.consumer.group.name": "ledger",
 }
 PUBLISH = {"messaging.system": "eventbus", "messaging.operation.name": "publish"}
-
-
-@dataclass
-class Group:
-    """Deliveries whose outcomes were stored together."""
-
-    counts: Mapping[OutcomeName, int]
-    calls: int
-    queue: str = "ledger"
-    results: Sequence[Result] = ()
-    has_failures: bool = False
-    has_probe: bool = False
-
-    @property
-    def timings(self) -> Sequence[tuple[datetime, float, float]]:
-        return [(datetime.now(UTC), 100.0, 0.1)] * self.calls
-
-    @property
-    def seconds(self) -> Sequence[float]:
-        return [0.1] * self.calls
 
 
 def test_what_is_published_is_counted_by_topic() -> None:
@@ -87,9 +62,11 @@ def test_a_duration_that_was_measured_points_to_its_trace() -> None:
 
 def test_what_was_settled_is_counted_by_outcome_and_only_called_handlers_consumed() -> None:
     recording = Recording()
-    recording.plugin.eventbus_settled("ledger", Group({"done": 5, "retry": 2, "duplicate": 1, "dead": 0}, calls=7))
-    recording.plugin.eventbus_settled("ledger", Group({"done": 1, "released": 3}, calls=1))
-    recording.plugin.eventbus_settled("ledger", Group({"released": 1}, calls=0))
+    recording.plugin.eventbus_counted(
+        "ledger", new_counted("done", "done", "done", "done", "done", "retry", "retry", "duplicate")
+    )
+    recording.plugin.eventbus_counted("ledger", new_counted("done", "released", "released", "released"))
+    recording.plugin.eventbus_counted("ledger", new_counted("released"))
     assert recording.counted("messaging.client.consumed.messages") == [(QUEUE, 8)]
     assert recording.counted("eventbus.settled.deliveries") == [
         ({**QUEUE, "eventbus.outcome": "done"}, 6),
@@ -101,5 +78,5 @@ def test_what_was_settled_is_counted_by_outcome_and_only_called_handlers_consume
 
 def test_a_queue_of_which_no_handler_was_called_has_consumed_nothing() -> None:
     recording = Recording()
-    recording.plugin.eventbus_settled("ledger", Group({"duplicate": 4}, calls=0))
+    recording.plugin.eventbus_counted("ledger", new_counted("duplicate", "duplicate", "duplicate", "duplicate"))
     assert recording.counted("messaging.client.consumed.messages") == []

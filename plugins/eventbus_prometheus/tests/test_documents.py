@@ -14,7 +14,7 @@ import yaml
 from prometheus_client.metrics_core import Metric
 
 from eventbus.testing.plugins import PluginBench
-from eventbus.testing.values import new_queue, new_settled
+from eventbus.testing.values import new_counted, new_queue
 from eventbus.testing.workers import BenchWorker
 from eventbus_prometheus import Prometheus
 from eventbus_prometheus.options import Settings
@@ -43,7 +43,7 @@ async def scrape(dsn: str, conn: psycopg.Connection) -> dict[str, Metric]:
     worker.pools = {"ledger": (1, 10)}
     worker.answers = [[(1_700_000_000.0,)]]
     await bench.call("eventbus_worker_ready", worker=worker)
-    bench.call("eventbus_settled", queue="ledger", settled=new_settled("done", queue="ledger"))
+    bench.call("eventbus_counted", queue="ledger", counted=new_counted("done", queue="ledger"))
     bench.call("eventbus_relayed", deliveries={"ledger": 1})
     [page] = bench.call("eventbus_pages", worker=worker)
     return parsed(page.answer({}).body)

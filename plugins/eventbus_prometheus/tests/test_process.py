@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eventbus.plugins import DatabaseClock
+from eventbus.plugins import DatabaseClock, Timing
 from eventbus.plugins.values import OutcomeName
 from eventbus.testing.plugins import PluginBench
-from eventbus.testing.values import new_event, new_queue, new_result, new_settled
+from eventbus.testing.values import new_counted, new_event, new_queue, new_result
 from eventbus.testing.workers import BenchWorker
 from eventbus_prometheus import Prometheus
 from eventbus_prometheus.process import OUTCOMES, Distribution, Process
@@ -55,9 +55,9 @@ async def test_counters_of_each_queue_begin_at_zero_so_that_the_first_failure_is
 
 
 def test_every_outcome_is_counted_by_queue(bench: PluginBench) -> None:
-    bench.call("eventbus_settled", queue="ledger", settled=new_settled("done", "done", "retry", queue="ledger"))
-    bench.call("eventbus_settled", queue="ledger", settled=new_settled("dead", "released", queue="ledger"))
-    bench.call("eventbus_settled", queue="mail", settled=new_settled("duplicate", queue="mail"))
+    bench.call("eventbus_counted", queue="ledger", counted=new_counted("done", "done", "retry", queue="ledger"))
+    bench.call("eventbus_counted", queue="ledger", counted=new_counted("dead", "released", queue="ledger"))
+    bench.call("eventbus_counted", queue="mail", counted=new_counted("duplicate", queue="mail"))
     found = {key[1:]: value for key, value in scraped(bench).items() if key[0] == "eventbus_events_total"}
     assert found == {
         ("done", "ledger"): 2,
@@ -115,7 +115,7 @@ async def test_handler_and_waiting_times_are_by_the_clock_of_the_database(bench:
     event = new_event(queue="ledger")
     object.__setattr__(event, "published_at", there - timedelta(seconds=20))
     result = new_result(event=event, queue="ledger", started_at=here, seconds=0.07)
-    bench.call("eventbus_settled", queue="ledger", settled=new_settled(result, queue="ledger"))
+    bench.call("eventbus_counted", queue="ledger", counted=new_counted(result, queue="ledger"))
     found = scraped(bench)
     assert found["eventbus_handler_seconds_sum", "ledger"] == 0.07
     assert [found["eventbus_handler_seconds_bucket", bound, "ledger"] for bound in ("0.05", "0.1", "+Inf")] == [0, 1, 1]
@@ -125,7 +125,7 @@ async def test_handler_and_waiting_times_are_by_the_clock_of_the_database(bench:
 
 
 def test_without_the_clock_of_the_database_nothing_is_said_about_waiting(bench: PluginBench) -> None:
-    bench.call("eventbus_settled", queue="ledger", settled=new_settled("done", queue="ledger"))
+    bench.call("eventbus_counted", queue="ledger", counted=new_counted("done", queue="ledger"))
     found = scraped(bench)
     assert found["eventbus_handler_seconds_count", "ledger"] == 1
     assert found["eventbus_waiting_seconds_count", "ledger"] == 0
@@ -135,8 +135,8 @@ async def test_a_retry_counts_for_the_handler_and_not_as_waiting(bench: PluginBe
     worker = BenchWorker([new_queue("ledger")])
     worker.answers = [[(1_700_000_000.0,)]]
     await bench.call("eventbus_worker_ready", worker=worker)
-    retry: Any = SimpleNamespace(counts={"done": 1}, timings=[(None, time.monotonic(), 0.2)])
-    bench.call("eventbus_settled", queue="ledger", settled=retry)
+    retry: Any = SimpleNamespace(counts={"done": 1}, timings=[Timing(None, time.monotonic(), 0.2)])
+    bench.call("eventbus_counted", queue="ledger", counted=retry)
     found = scraped(bench)
     assert found["eventbus_handler_seconds_count", "ledger"] == 1
     assert found["eventbus_waiting_seconds_count", "ledger"] == 0
@@ -189,14 +189,14 @@ def test_names_of_queues_are_escaped_as_prometheus_wants_it() -> None:
 
 def test_a_scrape_in_the_middle_of_the_work_is_consistent() -> None:
     process = Process((1.0,), (1.0,))
-    one: Any = new_settled("done")
+    one: Any = new_counted("done")
     stop = threading.Event()
 
     def work() -> None:
         number = 0
         while not stop.is_set():
             number += 1
-            process.settled(f"queue {number % 20}", one, 0.0)
+            process.counted(f"queue {number % 20}", one, 0.0)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -214,12 +214,12 @@ def test_a_scrape_in_the_middle_of_the_work_is_consistent() -> None:
 def test_a_scrape_that_is_being_written_out_does_not_hold_up_the_event_loop_and_does_not_change() -> None:
     process = Process((1.0,), (1.0,))
     process.know(["ledger"])
-    one: Any = new_settled("done", queue="ledger")
+    one: Any = new_counted("done", queue="ledger")
     families = process.families({})
     next(families)
 
     def work() -> None:
-        process.settled("ledger", one, 0.0)
+        process.counted("ledger", one, 0.0)
         process.claimed("ledger", 1)
         process.lost("ledger", 1)
         process.relayed({"ledger": 1})

@@ -15,7 +15,7 @@ import pytest
 from eventbus.errors import ConfigurationError
 from eventbus.settings import Settings
 from eventbus.testing.plugins import PluginBench
-from eventbus.testing.values import new_settled
+from eventbus.testing.values import new_counted
 from eventbus.testing.workers import BenchWorker
 from eventbus_prometheus import Prometheus, make_wsgi_app, render
 from eventbus_prometheus.scrape import Scraping
@@ -145,7 +145,7 @@ def test_settings_that_cannot_be_are_refused_by_name(given: dict[str, Any], prob
 
 def test_buckets_can_be_set_in_an_environment_variable() -> None:
     bench = PluginBench(Prometheus, {"handler_buckets": "0.5, 2", "waiting_buckets": "7", "database": "false"})
-    bench.call("eventbus_settled", queue="ledger", settled=new_settled("done", queue="ledger"))
+    bench.call("eventbus_counted", queue="ledger", counted=new_counted("done", queue="ledger"))
     [page] = bench.call("eventbus_pages", worker=BenchWorker())
     found = found_in(page.answer({}).body)
     bounds = {name: {key[1] for key in found if key[0] == f"eventbus_{name}_seconds_bucket"}
