@@ -177,7 +177,7 @@ def _publish_file(invocation: Invocation, file: str, topic: str | None, batch: i
                     run.publish(part)
                     progress(sum(line.size for line in part), f"{run.published:,} events")
         except KeyboardInterrupt:
-            invocation.screen.note(f"stopped; {run.so_far()}")
+            invocation.screen.note(f"stopped; {run.stopped()}")
             raise
     run.report()
 
@@ -213,6 +213,8 @@ class _FileRun:
         self._upto = 0
         """The last line of the last committed batch."""
         self._skipped: list[Line] = []
+        self._sending = ""
+        """The lines whose transaction may have been committed, while that is not known."""
 
     def publish(self, batch: list[Line]) -> None:
         """Publish one batch in one transaction, or raise :class:`PublishStopped`."""
@@ -223,7 +225,7 @@ class _FileRun:
                 raise PublishStopped(f"{self._file}, line {bad[0].number}: {bad[0].problem}; {self.so_far()}")
             self._skipped += bad
             self._sent(batch)
-        self._upto = batch[-1].number
+        self._upto, self._sending = batch[-1].number, ""
 
     def _checked(self, batch: list[Line]) -> list[Line]:
         from eventbus.cli.event_lines import checked
@@ -238,14 +240,16 @@ class _FileRun:
         events = [line.event for line in batch if line.event is not None]
         if not events:
             return True
+        self._sending = f"{batch[0].number}-{batch[-1].number}"
         try:
             self._send(events)
         except PublishError:
+            self._sending = ""
             return False
         except psycopg.OperationalError as error:
             raise PublishStopped(
-                f"the server went away while lines {batch[0].number}-{batch[-1].number} were being committed, so they "
-                f"may be committed or not ({' '.join(str(error).split())}); before them, {self.so_far()}"
+                f"the server went away while lines {self._sending} were being committed, so they may be committed or "
+                f"not ({' '.join(str(error).split())}); before them, {self.so_far()}"
             ) from error
         self.published += len(events)
         self._transactions += 1
@@ -269,6 +273,14 @@ class _FileRun:
         )
         if self._skipped:
             raise typer.Exit(1)
+
+    def stopped(self) -> str:
+        """The same after an interruption, which may have come while something was being committed."""
+        if not self._sending:
+            return self.so_far()
+        return (
+            f"lines {self._sending} were being committed, so they may be committed or not; before them, {self.so_far()}"
+        )
 
     def so_far(self) -> str:
         """What is committed, and how to go on."""
