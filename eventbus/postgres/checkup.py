@@ -25,7 +25,7 @@ from eventbus.postgres.privileges import CONSUME, PUBLISH, missing
 from eventbus.postgres.statements import Statements
 from eventbus.settings import Settings
 
-_OLDEST_VERSION: Final = 150_000
+_OLDEST_VERSION: Final = 140_000
 _LATE: Final = 30.0
 """Seconds after which a committed event should have been relayed."""
 _UNATTENDED: Final = 60.0
@@ -63,7 +63,7 @@ def server(patient: Patient) -> Finding:
     name = f"PostgreSQL {found.version // 10_000}.{found.version % 10_000}"
     used = f"{found.connections} of {found.most_connections} connections are used"
     if found.version < _OLDEST_VERSION:
-        return Finding("stalled", "server_old", f"{name} is too old", "upgrade it to PostgreSQL 15 or newer")
+        return Finding("stalled", "server_old", f"{name} is too old", "upgrade it to PostgreSQL 14 or newer")
     if found.standby or found.read_only:
         return Finding("stalled", "server_read_only", f"{name} is read-only", "let EVENTBUS_DSN name the primary")
     if found.most_connections - found.connections < CONNECTIONS_PER_WORKER:
