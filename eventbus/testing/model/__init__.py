@@ -5,7 +5,7 @@ seconds, and gives the answer that PostgreSQL gives, or one of those that it may
 transaction; publishers may have longer ones. A model is copied by ``copy.deepcopy``.
 
 From what is published to what is given back, a module each: ``publishing``, ``relaying``, ``keys`` (order, dead
-letters, executions), ``pausing``, ``workers``, ``claiming``, ``exceptions``, ``settling``, ``take_over``; all above ``state``.
+letters, executions), ``pausing``, ``workers``, ``claiming``, ``exceptions``, ``settling``, ``take_over``.
 
 Not in the model: queues that are filled from the beginning or change their lanes, replays, retention, restored copies.
 """

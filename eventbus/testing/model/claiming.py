@@ -121,7 +121,7 @@ class Claiming(Workers):
             return 0
         number = self.next("claim")
         claim = Range(number, answer.token, answer.worker, lane.queue_id, lane.lane, lo, lo + count - 1)
-        self.claims[number] = claim
+        self.claims[number] = self.positions[lane.queue_id, lane.lane] = claim
         if queue.ordered:
             self.park_blocked(claim, now)
         if len(claim.progress) == count:

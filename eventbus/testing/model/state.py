@@ -37,6 +37,7 @@ class State:
         self.lines: dict[tuple[int, int], list[Delivery]] = {}
         self.workers: dict[UUID, Worker] = {}
         self.claims: dict[int, Range] = {}
+        self.positions: dict[tuple[int, int], Range] = {}
         self.exceptions: dict[int, Exceptional] = {}
         self.dead_letters: dict[int, Letter] = {}
         self.executions: dict[tuple[int, str], Execution] = {}
@@ -61,8 +62,7 @@ class State:
 
     def newest_claim(self, queue_id: int, lane: int) -> Range | None:
         """The claim that is the position of a lane."""
-        here = [claim for claim in self.claims.values() if (claim.queue_id, claim.lane) == (queue_id, lane)]
-        return max(here, key=lambda claim: claim.lo, default=None)
+        return self.positions.get((queue_id, lane))
 
     def of_key(self, queue_id: int, lane: int, key: str) -> list[Exceptional]:
         """The exceptions of a key, in its order."""
