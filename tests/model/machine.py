@@ -10,7 +10,7 @@ import json
 from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 from uuid import UUID
 
 from hypothesis import strategies as st
@@ -185,7 +185,7 @@ class Machine(RuleBasedStateMachine):
         said = self._outcomes(claim, outcomes, delay)
         if self._transactional(claim.queue_id):
             for seq in [fields["seq"] for fields in said if fields["outcome"] == "done"]:
-                self._commit(claim, int(str(seq)))
+                self._commit(claim, seq)
         written = [fields for fields in said if fields["outcome"] != "done"]
         before = set(self._told(claim))
         settled = self.bus.settle(claim, outcomes={claim.id: written}, now=self.now)
@@ -422,8 +422,8 @@ class Machine(RuleBasedStateMachine):
         """A twin does not run: it is done where the other one is, and else put off."""
         return {None: outcome, "completed": "done", "pending": "deferred"}[twin]
 
-    def _outcomes(self, claim: Claim, outcomes: list[str], delay: float) -> list[dict[str, object]]:
-        said: list[dict[str, object]] = []
+    def _outcomes(self, claim: Claim, outcomes: list[str], delay: float) -> list[dict[str, Any]]:
+        said: list[dict[str, Any]] = []
         failed: set[str | None] = set()
         ordered = self.bus.queues[claim.queue_id].ordered
         for place, (seq, key, twin) in enumerate(zip(claim.seqs, claim.keys, claim.twins, strict=True)):
