@@ -121,7 +121,8 @@ class Pair:
         )
         if answers is None:
             return
-        held, ours = ({str(one.payload): one for one in answer} for answer in answers)
+        held = {str(one.payload): one for one in answers[0]}
+        ours = {str(one.payload): one for one in answers[1]}
         same({label: _seen_held(one) for label, one in held.items()}, {k: _seen_held(one) for k, one in ours.items()})
         for key in {one.key for one in held.values()} - {None}:
             same([k for k, one in held.items() if one.key == key], [k for k, one in ours.items() if one.key == key])
@@ -241,7 +242,9 @@ class Pair:
         same(
             bus.rows(
                 "SELECT c.queue_id, c.lane, c.lo, c.hi, s.kind,"
-                " (SELECT json_object_agg(p.seq, p.outcome ORDER BY p.seq) FROM {bus}.progress p WHERE p.claim_id = c.id) FROM {bus}.claims c"
+                " (SELECT json_object_agg(p.seq, p.outcome ORDER BY p.seq) FROM {bus}.progress p"
+                " WHERE p.claim_id = c.id)"
+                " FROM {bus}.claims c"
                 " LEFT JOIN {bus}.settlements s ON s.claim_id = c.id ORDER BY c.queue_id, c.lane, c.lo"
             ),
             sorted(
