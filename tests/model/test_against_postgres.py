@@ -18,7 +18,7 @@ SEEDS = range(int(os.environ.get("MODEL_SEEDS", "6")))
 OUTCOMES = ["done", "done", "done", "retry", "dead", "released", "deferred", "parked"]
 OPERATIONS = {
     "publish": 8, "tick": 6, "claim": 6, "settle": 5, "claim_due": 5, "settle_due": 5, "record": 2, "complete": 3,
-    "detach": 1, "crash": 1, "redrive": 1, "discard": 1, "begin": 1, "end": 2, "cancel": 1, "pause": 1, "resume": 3,
+    "detach": 1, "crash": 1, "redrive": 1, "discard": 1, "begin": 4, "end": 2, "cancel": 1, "pause": 1, "resume": 3,
     "register": 1,
 }  # fmt: skip
 
