@@ -1,5 +1,5 @@
-"""What judges a run in which publishers and consumers were hurt on purpose; nothing here is loaded by a program that runs.
+"""``eventbus torture``: publishers and consumers in real processes, faults at random times, and a judge at the end.
 
-``facts`` is what is known at the end of a run, ``checker`` says which promises were broken, and shares no code with the
-bus.
+``run`` is the whole story; ``publisher`` and ``handlers`` are what its processes execute, ``crew`` is what gets hurt.
+``history`` and ``tables`` collect what happened as ``facts``; ``checker`` judges them and shares no code with the bus.
 """
