@@ -1,6 +1,6 @@
 """Says which promises were broken, from a history and from tables. Imports nothing of the bus, so that it excuses none.
 
-Before it: ``history`` and ``tables`` have brought everything together. After it: ``run`` reports what is found here.
+Before it: ``history`` and ``postgres`` have brought everything together. After it: ``run`` reports what is found here.
 
 Times are nanoseconds of the machine's clock. How a worker is judged that was frozen beyond its lease (a zombie): what
 it started before counts as running until half a lease after the freeze, what it starts until one lease after it was

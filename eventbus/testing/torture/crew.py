@@ -11,30 +11,28 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Self
 
 import psycopg
 
 from eventbus.testing.torture.history import Journal
+from eventbus.testing.torture.postgres.tables import TERMINATE
 
 FAULTS: Final = ("kill", "stop", "term", "terminate")
 LEASE: Final = 2.0
 PUBLISHERS: Final = 2
 WORKERS: Final = 2
-SETTINGS: Final = {
-    "EVENTBUS_LEASE": str(LEASE),
-    "EVENTBUS_MAX_CRASHES": "1000",  # no event is to blame for a kill
-    "EVENTBUS_CONCURRENCY": "4",
-    "EVENTBUS_PREFETCH": "300",
-    "EVENTBUS_BATCH": "100",
-    "EVENTBUS_PLUGINS": "stats",
-}
-TERMINATE: Final = """
-SELECT pg_terminate_backend(pid) FROM pg_stat_activity
-WHERE datname = current_database() AND usename = current_user
-  AND (application_name = %s OR (%s AND application_name LIKE 'eventbus %%'))
-ORDER BY random() LIMIT 2
-"""
+SETTINGS: Final = MappingProxyType(
+    {
+        "EVENTBUS_LEASE": str(LEASE),
+        "EVENTBUS_MAX_CRASHES": "1000",  # no event is to blame for a kill
+        "EVENTBUS_CONCURRENCY": "4",
+        "EVENTBUS_PREFETCH": "300",
+        "EVENTBUS_BATCH": "100",
+        "EVENTBUS_PLUGINS": "stats",
+    }
+)
 
 
 class EndedByItself(Exception):
@@ -65,13 +63,18 @@ class Crew:
 
     def work(self, count: int) -> None:
         """Start workers."""
-        command = ["-m", "eventbus", "consume", "eventbus.testing.torture.handlers"]
+        command = ["-m", "eventbus", "consume", "eventbus.testing.torture.handlers:bus"]
         self._workers += [self._start(command) for _ in range(count)]
 
     def publish(self) -> None:
         """Start the publishers."""
         module = "eventbus.testing.torture.publisher"
         self._publishers = [self._start(["-m", module, str(number)]) for number in range(1, PUBLISHERS + 1)]
+
+    @property
+    def workers(self) -> frozenset[int]:
+        """The processes of those who work."""
+        return frozenset(process.pid for process in self._workers)
 
     def look(self) -> None:
         """Wake who was frozen long enough, take note of who has left, raise :class:`EndedByItself`."""
@@ -165,7 +168,7 @@ class Crew:
 def environment(dsn: str, schema: str, history: Path, seed: str, *, owns_server: bool) -> dict[str, str]:
     """What the processes of a run see."""
     others = {name: value for name, value in os.environ.items() if not name.startswith("EVENTBUS_")}
-    return others | SETTINGS | {
+    return others | dict(SETTINGS) | {
         "EVENTBUS_DSN": dsn, "EVENTBUS_SCHEMA": schema, "TORTURE_HISTORY": str(history), "TORTURE_SEED": seed,
         "TORTURE_OWNS_SERVER": "1" if owns_server else "0",
     }  # fmt: skip

@@ -1,6 +1,6 @@
 """What a run of ``eventbus torture`` is judged by: promises, what handlers and faults wrote down, what tables say.
 
-Before it: ``history`` and ``tables`` fill these in. After it: ``checker`` judges them. Imports nothing of the bus.
+Before it: ``history`` and ``postgres`` fill these in. After it: ``checker`` judges them. Imports nothing of the bus.
 """
 
 from __future__ import annotations

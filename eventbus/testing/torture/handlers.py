@@ -1,4 +1,4 @@
-"""The handlers of a torture run: ``eventbus consume eventbus.testing.torture.handlers``, one for each kind of queue.
+"""The handlers of a torture run, one for each kind: ``eventbus consume eventbus.testing.torture.handlers:bus``.
 
 ``TORTURE_HISTORY`` and ``TORTURE_SEED`` in the environment say where to write, and what to decide. Each call is written
 down before it does anything, and again when it is decided what it tells.
@@ -12,17 +12,15 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import psycopg
 from psycopg import sql
 
-from eventbus import DeadLetter, Discard, Event, Retry, RetryPolicy, subscribe
+from eventbus import DeadLetter, Discard, Event, EventBus, Retry, RetryPolicy
 from eventbus.testing.torture.history import Journal
+from eventbus.testing.torture.postgres.tables import EFFECT, business
 from eventbus.testing.torture.queues import KINDS, MAX_ATTEMPTS, TOPIC, Kind, decided
-from eventbus.testing.torture.tables import business
-
-EFFECT: Final = "INSERT INTO {}.effects (queue, event_id, call) VALUES (%s, %s, %s)"
 
 
 class Planned(Exception):
@@ -100,10 +98,12 @@ def _raised(told: Any) -> Any:
     return told
 
 
-for _kind in KINDS:
-    subscribe(
-        TOPIC,
-        name=_kind.promise.queue,
-        retry=RetryPolicy(max_attempts=MAX_ATTEMPTS, first=0.02, cap=0.2),
-        **_kind.options,
-    )(handler(_kind))
+def __getattr__(name: str) -> Any:
+    """``bus``, made when it is asked for: importing this module needs nothing from the environment."""
+    if name != "bus":
+        raise AttributeError(name)
+    bus = EventBus()
+    for kind in KINDS:
+        retry = RetryPolicy(max_attempts=MAX_ATTEMPTS, first=0.02, cap=0.2)
+        bus.subscribe(TOPIC, name=kind.promise.queue, retry=retry, **kind.options)(handler(kind))
+    return bus

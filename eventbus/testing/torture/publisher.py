@@ -22,10 +22,9 @@ from psycopg import sql
 from eventbus.postgres.publishing import PublishStatements
 from eventbus.publishing.outbox import Outbox
 from eventbus.settings import load
+from eventbus.testing.torture.postgres.tables import NAME, ROW, business
 from eventbus.testing.torture.queues import TOPIC
-from eventbus.testing.torture.tables import business
 
-ROW: Final = "INSERT INTO {}.published (token, event_id, key, sequence, due) VALUES (%s, %s, %s, %s, %s)"
 PAUSE: Final = 0.1
 """Average seconds between two transactions of a publisher, of about two events each."""
 
@@ -59,7 +58,7 @@ class Publisher:
         """Publish until it is stopped; a lost connection is replaced."""
         while not self._stopping:
             with suppress(psycopg.OperationalError), psycopg.connect(self._dsn, autocommit=True) as connection:
-                connection.execute("SELECT set_config('application_name', %s, false)", (os.environ["TORTURE_NAME"],))
+                connection.execute(NAME, (os.environ["TORTURE_NAME"],))
                 family = f"{self._number}/{next(self._connections)}"
                 while not self._stopping:
                     self._transact(connection, family)

@@ -23,8 +23,8 @@ from eventbus.testing.torture import history
 from eventbus.testing.torture.checker import Evidence, Violation, repeats, violations
 from eventbus.testing.torture.crew import LEASE, SETTINGS, WORKERS, Crew, environment
 from eventbus.testing.torture.facts import History, Tables
+from eventbus.testing.torture.postgres.tables import Database
 from eventbus.testing.torture.queues import KINDS
-from eventbus.testing.torture.tables import Database
 
 FAULT_EVERY: Final = 2.0
 PATIENCE: Final = 60.0
@@ -83,7 +83,7 @@ def _play(plan: Plan, connection: psycopg.Connection, database: Database) -> boo
         _hurt(plan, crew, connection)
         crew.spare()
         crew.end_publishing()
-        quiet = _wait(crew, database.is_quiet)
+        quiet = _wait(crew, database.is_quiet) and _wait(crew, lambda: crew.workers <= database.workers())
         crew.end_working()
     journal.close()
     return quiet

@@ -49,6 +49,18 @@ RELAYED: Final = """
 SELECT (SELECT count(*) FROM {bus}.outbox) = (SELECT coalesce(sum(events), 0) FROM {bus}.ticks)
    AND NOT EXISTS (SELECT FROM {bus}.scheduled)
 """
+EFFECT: Final = "INSERT INTO {}.effects (queue, event_id, call) VALUES (%s, %s, %s)"
+ROW: Final = "INSERT INTO {}.published (token, event_id, key, sequence, due) VALUES (%s, %s, %s, %s, %s)"
+NAME: Final = "SELECT set_config('application_name', %s, false)"
+"""Gives a connection the name under which it can be terminated."""
+TERMINATE: Final = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+WHERE datname = current_database() AND usename = current_user
+  AND (application_name = %s OR (%s AND application_name LIKE 'eventbus %%'))
+ORDER BY random() LIMIT 2
+"""
+"""The name of the publishers' connections, and whether those of all consumers may be hit too."""
+WORKERS: Final = "SELECT pid FROM {bus}.workers"
 BINDINGS: Final = "SELECT count(*) FROM {bus}.bindings"
 
 
@@ -85,6 +97,10 @@ class Database:
     def is_quiet(self) -> bool:
         """Whether everything is relayed and nothing is under way; what is parked stays."""
         return bool(self._rows(RELAYED)[0][0]) and all(row[2] == "parked" for row in self._rows(UNDONE))
+
+    def workers(self) -> frozenset[int]:
+        """The processes that have ever registered as workers."""
+        return frozenset(row[0] for row in self._rows(WORKERS))
 
     def bindings(self) -> int:
         """How many topics are bound to queues."""
