@@ -29,9 +29,11 @@ Execution._handle_guarded = broken(Execution._handle_guarded)
 """Loaded by every Python process of a run that finds it as ``sitecustomize``."""
 
 
-def torture(folder: Path, dsn: str, faults: str, *, path: str = "") -> tuple[int, dict[str, Any], str]:
+def torture(
+    folder: Path, dsn: str, faults: str, *, path: str = "", seconds: float = SECONDS
+) -> tuple[int, dict[str, Any], str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, str(ROOT), str(ROOT / "plugins")])}
-    options = ["--dsn", dsn, "--minutes", str(SECONDS / 60), "--faults", faults, "--seed", "7", "--json"]
+    options = ["--dsn", dsn, "--minutes", str(seconds / 60), "--faults", faults, "--seed", "7", "--json"]
     command = [sys.executable, "-m", "eventbus", "torture", *options]
     done = subprocess.run(command, check=False, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.stdout, done.stderr
@@ -59,3 +61,11 @@ def test_a_bus_that_breaks_its_promises_is_found_out(dsn: str, tmp_path: Path, c
     assert code == 1
     assert any(each.startswith(f"{name} in plain: ") for each in said["violations"]), said["violations"][:5]
     assert "kept to look at" in complaint
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("major", [18], indirect=True)
+def test_every_promise_is_kept_while_processes_are_killed_frozen_stopped_and_cut_off(dsn: str, tmp_path: Path) -> None:
+    code, said, _ = torture(tmp_path, dsn, "all", seconds=2 * SECONDS)
+    assert (code, said["violations"]) == (0, [])
+    assert {"fault kill", "fault stop", "fault term", "fault terminate"} <= set(said["counts"])
