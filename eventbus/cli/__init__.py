@@ -22,6 +22,7 @@ GROUPS: Final = (
     "doctor",
     "plugins",
     "demo",
+    "torture",
 )
 """The modules whose ``register(app)`` adds their commands, in the order in which ``--help`` shows them."""
 

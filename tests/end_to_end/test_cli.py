@@ -164,6 +164,7 @@ COMMANDS = (
     ("topics",),
     ("resume",),
     ("demo",),
+    ("torture",),
 )
 
 
@@ -260,7 +261,7 @@ def test_the_page_on_the_command_line_has_every_command(bus: Run, command: tuple
 
 
 def test_the_page_on_the_command_line_has_every_option_of_the_larger_commands(bus: Run) -> None:
-    for command in ("migrate", "publish", "consume", "demo"):
+    for command in ("migrate", "publish", "consume", "demo", "torture"):
         for option in set(re.findall(r"--[a-z-]+", bus(command, "--help").out)) - {"--help", "--wait"}:
             assert option in PAGE, f"{command} {option}"
 
