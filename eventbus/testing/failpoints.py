@@ -40,6 +40,10 @@ CATALOGUE = (
     Point("mid_progress", "progress", "AFTER INSERT", "progress, exceptions", "the claim is as open as it was"),
     Point("mid_take_over", "workers", "AFTER UPDATE OF state", "the worker is dead", "it lives and holds what it held"),
     Point("mid_redrive", "dead_letters", "AFTER DELETE", "exceptions, no letter", "it is a dead letter as before"),
+    Point("mid_replay", "replays", "AFTER UPDATE", "deliveries, how far it is", "the next step appends them, once"),
+    Point("paused", "pauses", "AFTER INSERT", "the pause", "the queue is not paused"),
+    Point("resumed", "pauses", "AFTER DELETE", "no pause", "the queue is as paused as before"),
+    Point("mid_purge", "processed_events", "AFTER DELETE", "no executions", "every execution is remembered"),
 )
 
 

@@ -15,7 +15,7 @@ from tests.postgres.engine.driver import Engine
 from tests.waiting import wait_until
 
 Call = Callable[[Engine], None]
-TABLES = "outbox deliveries ticks claims progress settlements exceptions dead_letters"
+TABLES = "outbox deliveries ticks claims progress settlements exceptions dead_letters replays pauses processed_events"
 DEAD = {"seq": 2, "outcome": "dead", "reason": "tests"}
 
 
@@ -93,6 +93,45 @@ def redrive(bus: Engine) -> Call:
     return call
 
 
+def replay(bus: Engine) -> Call:
+    bus.publish_many(3)
+    bus.relay()
+    number = bus.value("SELECT {bus}.begin_replay(1, NULL, NULL, ARRAY['orders.created'])")
+
+    def call(session: Engine) -> None:
+        assert session.value("SELECT deliveries FROM {bus}.replay_step(%s, 100, 100)", number) == 3
+
+    return call
+
+
+def pause(bus: Engine) -> Call:
+    def call(session: Engine) -> None:
+        assert session.pause(1, "tests")
+
+    return call
+
+
+def resume(bus: Engine) -> Call:
+    assert bus.pause(1, "tests")
+
+    def call(session: Engine) -> None:
+        assert session.resume(1, "tests")
+
+    return call
+
+
+def purge(bus: Engine) -> Call:
+    bus.rows(
+        "INSERT INTO {bus}.processed_events (queue_id, event_id, claimed_at, completed_at)"
+        " VALUES (1, gen_random_uuid(), now() - interval '1 day', now() - interval '1 day')"
+    )
+
+    def call(session: Engine) -> None:
+        assert session.value("SELECT {bus}.purge_executions(3600, 100)") == 1
+
+    return call
+
+
 SCENARIOS: Final[Mapping[str, Callable[[Engine], Call]]] = {
     "published": publish,
     "mid_tick": tick,
@@ -101,6 +140,10 @@ SCENARIOS: Final[Mapping[str, Callable[[Engine], Call]]] = {
     "mid_progress": record,
     "mid_take_over": take_over,
     "mid_redrive": redrive,
+    "mid_replay": replay,
+    "paused": pause,
+    "resumed": resume,
+    "mid_purge": purge,
 }
 each_point = pytest.mark.parametrize("point", CATALOGUE, ids=lambda point: point.name)
 
