@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psycopg
 import pytest
 
-from eventbus.testing.wire import Deed, Fault, When, Wire
+from eventbus.testing.wire import Fault, When, Wire
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.parametrize("major", [18], indirect=True)
@@ -89,8 +89,7 @@ def test_a_delayed_statement_is_late_and_whole(wire: Wire, empty_dsn: str, when:
         assert connection.execute("SELECT id FROM kept").fetchall() == [(1,)]
 
 
-@pytest.mark.parametrize("deed", ["cut", "silence"])
-def test_a_wire_leaves_no_thread_behind(empty_dsn: str, deed: Deed) -> None:
+def test_a_wire_leaves_no_thread_behind(empty_dsn: str) -> None:
     before = set(threading.enumerate())
     with Wire(empty_dsn) as wire, psycopg.connect(wire.dsn, autocommit=True) as connection:
         connection.execute("SELECT 1")
