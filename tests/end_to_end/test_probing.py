@@ -7,10 +7,10 @@ import socket
 import threading
 import time
 
+from eventbus.testing.wire import Wire
 from tests.end_to_end.processes import Process
 from tests.end_to_end.scene import FAST_RETRY, NewScene, Scene, one_server
 from tests.fixtures import migrated
-from tests.postgres.severing import Wire
 from tests.servers import Cluster
 from tests.waiting import wait_until
 

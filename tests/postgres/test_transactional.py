@@ -28,8 +28,8 @@ from eventbus.postgres.admin import resume
 from eventbus.postgres.privileges import CONSUME, grants
 from eventbus.postgres.sessions import Sessions
 from eventbus.settings import load
+from eventbus.testing.wire import Wire
 from tests.documents import ROOT
-from tests.postgres.severing import Wire
 from tests.waiting import wait_until
 
 one_server = pytest.mark.parametrize("major", [18], indirect=True)
