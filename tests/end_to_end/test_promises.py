@@ -185,10 +185,10 @@ def test_dup_01_a_handler_that_takes_longer_than_two_leases_runs_once_whatever_i
 ) -> None:
     name = queue["name"]
     scene.prepare(queue)
-    consumers = [consume(scene, queue, concurrency=2, lease=1.0) for _ in range(3)]
+    consumers = [consume(scene, queue, concurrency=2, lease=2.0) for _ in range(3)]
     scene.wait_until_consuming(*consumers)
-    long = scene.publish_keyed("long", {"sleep": 2.5})
-    long += scene.publish_keyed("longer", {"block": 2.5})
+    long = scene.publish_keyed("long", {"sleep": 4.5})
+    long += scene.publish_keyed("longer", {"block": 4.5})
     behind = scene.publish_keyed("long", {})
     scene.check.verify(name)
     assert scene.check.runs(name) == dict.fromkeys(long + behind, 1)
