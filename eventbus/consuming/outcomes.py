@@ -112,7 +112,7 @@ class Group:
     def results(self) -> Sequence[Result]:
         """One for each delivery."""
         if self._results is None:
-            self._results = [result_of(self.queue, delivery, verdict) for delivery, verdict in self.outcomes()]
+            self._results = [_result(self.queue, delivery, verdict) for delivery, verdict in self.outcomes()]
         return self._results
 
     @property
@@ -129,7 +129,7 @@ class Group:
         for part in self._parts:
             if part.lease.probe:
                 for delivery, verdict in part.outcomes():
-                    yield result_of(self.queue, delivery, verdict)
+                    yield _result(self.queue, delivery, verdict)
 
     def _others(self) -> Iterator[tuple[int, Verdict]]:
         return itertools.chain.from_iterable(part.others for part in self._parts)
@@ -172,8 +172,7 @@ def _timing(delivery: Delivery, calls: int) -> Timing:
     return Timing(event.published_at if fresh and event is not None else None, delivery.began, delivery.spent, calls)
 
 
-def result_of(queue: str, delivery: Delivery, verdict: Verdict) -> Result:
-    """What came of one delivery."""
+def _result(queue: str, delivery: Delivery, verdict: Verdict) -> Result:
     event, called = delivery.event, was_called(verdict) or verdict.outcome == "deferred"
     return Result(
         queue=queue,

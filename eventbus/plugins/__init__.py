@@ -21,6 +21,7 @@ from eventbus.plugins.values import (
     Settled,
     Timing,
     WorkerHandle,
+    by_calls,
 )
 
 __all__ = [
@@ -40,5 +41,6 @@ __all__ = [
     "Settled",
     "Timing",
     "WorkerHandle",
+    "by_calls",
     "hookimpl",
 ]

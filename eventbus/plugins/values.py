@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, NamedTuple, Protocol
@@ -110,6 +110,14 @@ class Timing(NamedTuple):
     """``time.monotonic()`` seconds."""
     seconds: float
     calls: int = 1
+
+
+def by_calls(timings: Iterable[Timing]) -> Mapping[int, Sequence[Timing]]:
+    """Those that stand for equally many calls together, so that a histogram can take each group at once."""
+    groups: dict[int, list[Timing]] = {}
+    for timing in timings:
+        groups.setdefault(timing.calls, []).append(timing)
+    return groups
 
 
 class Counted(Protocol):

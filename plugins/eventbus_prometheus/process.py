@@ -16,7 +16,7 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from eventbus.plugins import Counted, Timing
+from eventbus.plugins import Counted, Timing, by_calls
 
 OUTCOMES: Final = ("done", "duplicate", "discarded", "retry", "dead", "released", "deferred", "parked")
 """What can come of a delivery; each begins at 0."""
@@ -104,9 +104,7 @@ class Process:
 
     def counted(self, queue: str, counted: Counted, ahead: float | None) -> None:
         """Outcomes were stored. ``ahead``: database's seconds since 1970 minus monotonic ones; None: not known."""
-        alike: dict[int, list[Timing]] = {}
-        for timing in counted.timings:
-            alike.setdefault(timing.calls, []).append(timing)
+        alike = by_calls(counted.timings)
         with self._lock:
             for outcome, number in counted.counts.items():
                 self._totals.outcomes[queue, outcome] += number

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from eventbus.plugins import Counted, Timing
+from eventbus.plugins import Counted, Timing, by_calls
 from eventbus_stats.histogram import Histogram
 
 _TOGETHER: Final = 1_000
@@ -52,10 +52,7 @@ class Tally:
 
     def sort(self, ahead: float | None) -> None:
         """Sort the timings into the buckets."""
-        alike: dict[int, list[Timing]] = {}
-        for timing in self.timings:
-            alike.setdefault(timing.calls, []).append(timing)
-        for calls, timings in alike.items():
+        for calls, timings in by_calls(self.timings).items():
             self.seconds.add([timing.seconds for timing in timings], calls)
             self.waited.add(_waited(timings, ahead), calls)
         self.timings.clear()
